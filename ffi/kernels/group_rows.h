@@ -7,11 +7,11 @@
 namespace qshard::kernels {
 
 // Rows of experts, as op group_rows defines them. `stops` and `ends` have one element per expert,
-// `rows` one per padded row, `place` one per token. After the last stop, a run of `unit` rows or
-// more is unused.
+// `rows` one per padded row, `place` one per token. After the last stop, a run of `tile_rows` rows
+// or more is unused.
 struct RowGroups {
   const int32_t* sizes;
-  int64_t experts, unit, padded, tokens;
+  int64_t experts, tile_rows, padded, tokens;
   int32_t *stops, *ends, *rows, *place, *fits;
 };
 
@@ -22,8 +22,8 @@ QSHARD_INLINE int64_t RowsThatFit(int32_t size, int64_t end, int64_t tokens) {
 }
 
 // Number of padded rows of an expert with `rows` rows.
-QSHARD_INLINE int64_t PaddedRows(int64_t rows, int64_t unit) {
-  return RoundUp(rows > 0 ? rows : 1, unit);
+QSHARD_INLINE int64_t PaddedRows(int64_t rows, int64_t tile_rows) {
+  return RoundUp(rows > 0 ? rows : 1, tile_rows);
 }
 
 QSHARD_LAUNCHER(GroupRows, const RowGroups& groups);

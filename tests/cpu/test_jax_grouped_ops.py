@@ -187,9 +187,9 @@ def test_codes_on_blackwell(name, layout, runs_on):
     products["NVFP4"] = {"gemm_grouped_nvfp4": 2, "gemm_grouped_nvfp4_k": 1}
     assert {op: n for op, n in found.items() if op.startswith("gemm")} == products[name]
     assert not [op for op in found if op.startswith(("dequantize", "transpose"))]
-    assert tiles_of(RECIPES[name], M, SIZES).unit == 32
+    assert tiles_of(RECIPES[name], M, SIZES).tile_rows == 32
     runs_on(NEW)
-    assert tiles_of(RECIPES[name], M, SIZES).unit == (32 if name == "MXFP8" else 16)
+    assert tiles_of(RECIPES[name], M, SIZES).tile_rows == (32 if name == "MXFP8" else 16)
 
 
 def test_a_weight_in_blocks_along_one_axis_on_blackwell(runs_on):

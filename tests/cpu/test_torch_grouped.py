@@ -80,7 +80,7 @@ def groups_of(way, recipe, sizes=SIZES):
     sizes = torch.tensor(sizes)
     if way != "one call":
         return sizes
-    rows, _ = tiles.tiles_of(tiles.unit_of(sizes.device, recipe), M, sizes)
+    rows, _ = tiles.tiles_of(tiles.tile_rows_of(sizes.device, recipe), M, sizes)
     return GroupedRows(rows, rows)
 
 
@@ -123,7 +123,7 @@ def test_codes_are_those_of_each_expert_alone(name, role):
     torch.manual_seed(1)
     x = torch.randn(M, K) * torch.logspace(-3, 3, M)[:, None]
     x[2, 3], x[60, 1] = torch.inf, torch.nan
-    where, fits = tiles.tiles_of(tiles.unit_of(x.device, recipe), M, torch.tensor(SIZES))
+    where, fits = tiles.tiles_of(tiles.tile_rows_of(x.device, recipe), M, torch.tensor(SIZES))
     assert fits.item() == 1
     scale, given = None, ()
     if recipe.stateful:

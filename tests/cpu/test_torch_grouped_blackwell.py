@@ -13,7 +13,7 @@ from qshard.formats import Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.recipes import Recipe
 from qshard.torch_bridge import GroupedLinear, grouped_linear, quantize
-from qshard.torch_bridge._experts.tiles import GroupedRows, tiles_of, unit_of
+from qshard.torch_bridge._experts.tiles import GroupedRows, tile_rows_of, tiles_of
 from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
 from support.formats import RECIPES
 from support.torch_models import Wire
@@ -82,7 +82,7 @@ def test_a_step_multiplies_codes(name, stacked):
         with Wire() as wire:
             got = step(values(stacked), name)
         assert products(wire) == PRODUCTS[name]
-        rows, _ = tiles_of(unit_of(X.device, RECIPES[name]), M, torch.tensor(SIZES))
+        rows, _ = tiles_of(tile_rows_of(X.device, RECIPES[name]), M, torch.tensor(SIZES))
         again = step(values(stacked), name, GroupedRows(rows, rows))
     assert_near(got, want, name)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
@@ -131,11 +131,11 @@ def test_blocks_along_one_axis(blackwell):
 
 def test_rows_of_tiles():
     """Rows of 4-bit codes that are contracted begin at 16 bytes, so a tile has 32."""
-    units = [unit_of(X.device, RECIPES[name]) for name in PRODUCTS]
+    units = [tile_rows_of(X.device, RECIPES[name]) for name in PRODUCTS]
     with multiply_for(BLACKWELL):
-        assert [unit_of(X.device, RECIPES[name]) for name in PRODUCTS] == [32, 32]
+        assert [tile_rows_of(X.device, RECIPES[name]) for name in PRODUCTS] == [32, 32]
     with multiply_for(Target(Gpu((9, 0), 130802, 130802))):
-        assert [unit_of(X.device, RECIPES[name]) for name in PRODUCTS] == units == [32, 16]
+        assert [tile_rows_of(X.device, RECIPES[name]) for name in PRODUCTS] == units == [32, 16]
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")

@@ -28,7 +28,7 @@ from qshard.torch_bridge import (
 )
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.expert_parallel import place_received, quantize_dispatched
-from qshard.torch_bridge._experts.tiles import quantize_experts, tiles_of, unit_of
+from qshard.torch_bridge._experts.tiles import quantize_experts, tile_rows_of, tiles_of
 from qshard.torch_bridge._nn.operands import operand_spec
 from support import torch_ranks
 from support.formats import nearest
@@ -154,11 +154,11 @@ def codes_are_those_of_one_device(name, role, usage=Usage.BOTH):
 
     each = [tokens_of(other, "uneven") for other in range(world)]
     rows, sizes = sorted_rows(each)
-    whole_tiles, _ = tiles_of(unit_of(rows.device, recipe), rows.shape[0], sizes)
+    whole_tiles, _ = tiles_of(tile_rows_of(rows.device, recipe), rows.shape[0], sizes)
     whole, _ = quantize_experts(rows, spec, whole_tiles)
     rows, sizes = sorted_rows(each[rank : rank + 1])
     exchange = TokenExchange(sizes, rows.shape[0], group(), "facts")
-    tiles, _ = tiles_of(unit_of(rows.device, recipe), exchange.received, exchange.group_sizes)
+    tiles, _ = tiles_of(tile_rows_of(rows.device, recipe), exchange.received, exchange.group_sizes)
     tiles = place_received(tiles, exchange)
     found = quantize_dispatched(rows, spec, tiles, exchange, seeds=None)
     local = EXPERTS // world

@@ -118,7 +118,9 @@ def test_codes_are_those_of_each_expert_alone(name, role):
     recipe, (x, _) = ALL[name], operands()
     seeds = torch.arange(2 * E, dtype=torch.int32, device="cuda").view(E, 2)
     x *= torch.logspace(-3, 3, ROWS, device="cuda")[:, None]
-    where, fits = tiles.tiles_of(tiles.unit_of(torch.device("cuda"), recipe), ROWS, torch.tensor(SIZES, device="cuda"))
+    where, fits = tiles.tiles_of(
+        tiles.tile_rows_of(torch.device("cuda"), recipe), ROWS, torch.tensor(SIZES, device="cuda")
+    )
     assert fits.item() == 1
     made, _ = tiles.quantize_experts(x, operand_spec(recipe, role, Usage.BOTH), where, seeds=seeds)
     of_experts = {usage: fallback._of_experts(side, where.stops.tolist()) for usage, side in made.items()}

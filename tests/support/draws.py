@@ -43,7 +43,7 @@ NUMBERS = {
     "workspace": (0,),
     "tiles": (4500, 4600),
     "tokens": (0, 1, 40, 300),
-    "unit": (1, 16, 32),
+    "tile_rows": (1, 16, 32),
     "classes": (1, 5, 300, 2**31 - 1),
     "first": (0, 3, 1000),
     "ignore_index": (-100, -1, 2),

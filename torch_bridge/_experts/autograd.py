@@ -22,7 +22,7 @@ from qshard.torch_bridge._experts.products import (
     row_product,
     sums_by_expert,
 )
-from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tiles_of, unit_of
+from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tile_rows_of, tiles_of
 from qshard.torch_bridge._experts.weights import gathered_weights, quantize_weights
 from qshard.torch_bridge._nn.module_calls import take_row_amaxes
 from qshard.torch_bridge._nn.operands import operand_spec
@@ -91,7 +91,7 @@ class GroupedProduct(Node):
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         row, columns = Usage.ROWWISE, Usage.COLUMNWISE
         if isinstance(groups, Tensor):
-            tiles, fits = tiles_of(unit_of(x.device, how.recipe), x.shape[0], groups)
+            tiles, fits = tiles_of(tile_rows_of(x.device, how.recipe), x.shape[0], groups)
             groups = GroupedRows(tiles, tiles)
             if how.sizes is None:
                 torch._assert_async(fits, _UNFIT_SIZES)
@@ -110,12 +110,12 @@ class GroupedProduct(Node):
             w = planes[row]
             if need_x:
                 saved_w = [*planes[backward].parts]
-        stops, out = host_stops(how.sizes, tiles.unit), weights[0].shape[-2]
+        stops, out = host_stops(how.sizes, tiles.tile_rows), weights[0].shape[-2]
         y = row_product(sides[row], w, row, groups.y, stops, out, how.dtype, fast=True)
         if bias is not None:
             groups.y.add_to_rows(y, bias.detach())
         saved_x = sides[columns].parts if need_w else (None,) * len(Plane._fields)
-        ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
+        ctx.how, ctx.x_dtype, ctx.tile_rows = how, x.dtype, tiles.tile_rows
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
         result: Tensor | tuple[Tensor, Tensor] = how.combined(y, Role.GRADIENT)
@@ -130,7 +130,7 @@ class GroupedProduct(Node):
         how: ProductOptions = ctx.how
         end_w = len(saved) - ctx.result_count
         end = end_w - ctx.w_count
-        tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, saved[0], *saved[4:7])
+        tiles, of_y = Tiles(ctx.tile_rows, *saved[:4]), Tiles(ctx.tile_rows, saved[0], *saved[4:7])
         seeds, saved_w = saved[7], saved[end:end_w]
         need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_BIAS]
         need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
@@ -139,7 +139,7 @@ class GroupedProduct(Node):
         grad, row_amaxes, grad_token_weights = fused_gradients(saved[end_w:], grad)
         if need_b:
             grad_b = sums_by_expert(grad.detach(), of_y).to(ctx.bias_dtype)
-        row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.unit)
+        row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.tile_rows)
         sides: dict[Usage, GroupedOperand] = {}
         if need_x or need_w:
             usage = Usage.BOTH if need_x and need_w else row if need_x else columns

@@ -32,12 +32,12 @@ from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, qua
 from qshard.torch_bridge._ops.bind import ops
 
 
-def exchanged_rows(exchange: TokenExchange, unit: int) -> tuple[GroupedRows, GroupedRows]:
+def exchanged_rows(exchange: TokenExchange, tile_rows: int) -> tuple[GroupedRows, GroupedRows]:
     """Return the padded rows of a product that dispatches activations, and of a product that combines results.
 
     Between the two products are padded rows.
     """
-    tiles, _ = tiles_of(unit, exchange.received, exchange.group_sizes)
+    tiles, _ = tiles_of(tile_rows, exchange.received, exchange.group_sizes)
     received = place_received(tiles, exchange)
     row = torch.arange(tiles.rows.shape[0], dtype=torch.int32, device=tiles.rows.device)
     of_padding = tiles.rows >= exchange.received

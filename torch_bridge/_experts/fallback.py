@@ -58,7 +58,9 @@ def row_product(
         if w.usage is not contracted:
             w = w._replace(usage=contracted, parts=quantize_steps.transpose_plane(BatchedOps(), w.parts, w.format))
         (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.expert_scale), cast(Tensor, w.expert_scale)
-        of_rows = torch.nn.functional.pad(of_x, (0, 1)).index_select(0, tiles.experts()).repeat_interleave(tiles.unit)
+        of_rows = (
+            torch.nn.functional.pad(of_x, (0, 1)).index_select(0, tiles.experts()).repeat_interleave(tiles.tile_rows)
+        )
         of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
         y = torch._scaled_grouped_mm(
             a, b.transpose(1, 2), of_rows, of_columns, tiles.stops, out_dtype=dtype, use_fast_accum=fast

@@ -39,11 +39,11 @@ def multiplies_codes(a: Format, b: Format, device: torch.device) -> bool:
     return kind is not None and grouped_runs_on(kind, device)
 
 
-def host_stops(sizes: Sequence[int] | None, unit: int) -> tuple[int, ...] | None:
+def host_stops(sizes: Sequence[int] | None, tile_rows: int) -> tuple[int, ...] | None:
     """Return the stops of padded rows, if the host knows the group sizes."""
     if sizes is None:
         return None
-    return tuple(itertools.accumulate(max(1, -(-size // unit)) * unit for size in sizes))
+    return tuple(itertools.accumulate(max(1, -(-size // tile_rows)) * tile_rows for size in sizes))
 
 
 def row_product(
@@ -69,7 +69,7 @@ def row_product(
     kind = gemm_dispatch.grouped_kind_of(x.format, w.format)
     experts = tiles.stops.shape[0]
     in_order = gemm_dispatch.contracts_last(w.format, contracted)
-    if kind is not None and in_order and _takes(kind, sizes, tiles.unit, device):
+    if kind is not None and in_order and _takes(kind, sizes, tiles.tile_rows, device):
         how: dict[str, Any] = {"dtype": dtype, "fast": fast}
         how["workspace"] = _workspace(device, experts, sizes, x.format, w.format)
         # With one scale for each expert, the product writes sorted rows without padding, and no pass gathers them.
@@ -83,7 +83,7 @@ def row_product(
             stacked = _contracting(w, contracted)
             y = gemm_dispatch.multiply_grouped(ops, x.parts, x.format, stacked.parts, w.format, tiles.stops, **how)
         return y if unpads else tiles.gather(y)
-    if not _takes("values", sizes, tiles.unit, device):
+    if not _takes("values", sizes, tiles.tile_rows, device):
         y = fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
         return tiles.gather(y)
     w = w if isinstance(w, GroupedOperand) else w.stacked()
@@ -113,13 +113,13 @@ def expert_products(
     """
     device, sizes = dy.parts.data.device, (*shape[1:], tiles.rows.shape[0])
     kind, experts = gemm_dispatch.grouped_kind_of(dy.format, x.format, by_k=True), shape[0]
-    if kind is not None and _takes(kind, sizes, tiles.unit, device, by_k=True):
+    if kind is not None and _takes(kind, sizes, tiles.tile_rows, device, by_k=True):
         size = _workspace(device, experts, sizes, dy.format, x.format, by_k=True)
         dw: Tensor = gemm_dispatch.multiply_grouped_k(
             ops, dy.parts, dy.format, x.parts, x.format, tiles.stops, dtype=dtype, workspace=size
         )
         return dw
-    if not _takes("values", sizes, tiles.unit, device, by_k=True):
+    if not _takes("values", sizes, tiles.tile_rows, device, by_k=True):
         return fallback.expert_products(dy, x, tiles, host_stops, shape, dtype)
     size = _workspace(device, experts, sizes, by_k=True)
     kinds = _value_dtypes(device, dtype)
@@ -182,9 +182,9 @@ def _contracting(w: GroupedOperand | OperandList, contracted: Usage) -> GroupedO
     return w._replace(usage=contracted, parts=quantize_steps.transpose_plane(BatchedOps(), w.parts, w.format))
 
 
-def _takes(kind: Kind, sizes: Sizes, unit: int, device: torch.device, *, by_k: bool = False) -> bool:
+def _takes(kind: Kind, sizes: Sizes, tile_rows: int, device: torch.device, *, by_k: bool = False) -> bool:
     runs: bool = grouped_runs_on(kind, device)
-    return runs and (device.type == "cpu" or gemm_dispatch.grouped_fits(kind, sizes, unit, by_k=by_k))
+    return runs and (device.type == "cpu" or gemm_dispatch.grouped_fits(kind, sizes, tile_rows, by_k=by_k))
 
 
 def _value_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -1,8 +1,9 @@
 """Padded rows of experts, and quantization into them.
 
-The rows of each expert are padded to whole tiles. A tile has as many rows (`unit`) as the tallest block of the recipe,
-at least 16, and as the product that contracts rows needs. So blocks end where the rows of an expert end, and codes are
-the same as if the rows of each expert were quantized alone. Per-tensor formats and NVFP4 have a scale for each expert.
+The rows of each expert are padded to whole tiles. A tile has as many rows (`tile_rows`) as the tallest block of the
+recipe, at least 16, and as the product that contracts rows needs. So blocks end where the rows of an expert end, and
+codes are the same as if the rows of each expert were quantized alone. Per-tensor formats and NVFP4 have a scale for
+each expert.
 
 Rows are quantized from x straight into padded rows (`_core/operands.py`).
 
@@ -31,7 +32,7 @@ from qshard.torch_bridge._ops.padded_rows import experts_of_strips
 from qshard.torch_bridge._ops.uint64 import xor_uint64
 from qshard.torch_bridge._quantized.gemm import grouped_runs_on
 
-_LEAST_UNIT = 16
+_LEAST_TILE_ROWS = 16
 """Minimum row alignment. Grouped GEMMs require contracted rows in runs of 16 bytes."""
 
 
@@ -39,7 +40,7 @@ class Tiles(NamedTuple):
     """The assignment of T rows of x to P padded rows: the results of op `group_rows`, for E experts.
 
     Attributes:
-      unit: rows per tile.
+      tile_rows: rows per tile.
       stops: for each expert, the end of its padded rows, int32 `[E]`.
       ends: for each expert, the end of its rows of x, int32 `[E]`; None if x is not sorted by expert.
       rows: for each padded row, the row of x, int32 `[P]`; a number outside of x for padding.
@@ -47,7 +48,7 @@ class Tiles(NamedTuple):
         x has k padded rows, as tokens have; None if x is the padded rows.
     """
 
-    unit: int
+    tile_rows: int
     stops: Tensor
     ends: Tensor | None
     rows: Tensor
@@ -55,7 +56,7 @@ class Tiles(NamedTuple):
 
     @property
     def number(self) -> int:
-        return self.rows.shape[0] // self.unit
+        return self.rows.shape[0] // self.tile_rows
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather padded rows into the order of x, and add the rows that have the same row of x, in fp32.
@@ -71,18 +72,18 @@ class Tiles(NamedTuple):
 
     def experts(self) -> Tensor:
         """Return the expert of each tile; E for unused tiles."""
-        return experts_of_strips(self.stops, self.unit, self.number)
+        return experts_of_strips(self.stops, self.tile_rows, self.number)
 
     def scale_rows(self, y: Tensor, of_experts: Tensor) -> None:
         """Multiply the padded rows of each expert by a number, in place. Unused rows stay."""
         factors = torch.nn.functional.pad(of_experts, (0, 1), value=1.0).index_select(0, self.experts())
-        y.view(self.number, self.unit, y.shape[1]).mul_(factors[:, None, None])
+        y.view(self.number, self.tile_rows, y.shape[1]).mul_(factors[:, None, None])
 
     def add_to_rows(self, y: Tensor, of_experts: Tensor) -> None:
         """Add a row `[E, columns]` to the rows of each expert in a result of `gather`, in place. Other rows stay."""
         each = torch.nn.functional.pad(of_experts.to(y.dtype), (0, 0, 0, 1))
         if self.place is None:
-            y.view(self.number, self.unit, y.shape[1]).add_(each.index_select(0, self.experts())[:, None])
+            y.view(self.number, self.tile_rows, y.shape[1]).add_(each.index_select(0, self.experts())[:, None])
             return
         y.add_(each.index_select(0, torch.searchsorted(self.stops, self.place, right=True)))
 
@@ -111,25 +112,25 @@ class GroupedRows(NamedTuple):
     fusion: Fusion | None = None
 
 
-def unit_of(device: torch.device, *recipes: Recipe) -> int:
+def tile_rows_of(device: torch.device, *recipes: Recipe) -> int:
     """Return the rows per tile for the blocks of activations and gradients of all recipes, and for their products."""
-    unit = _LEAST_UNIT
+    tile_rows = _LEAST_TILE_ROWS
     for recipe in recipes:
         kind = gemm_dispatch.grouped_kind_of(recipe.gradient, recipe.activation, by_k=True)
         by_codes = kind is not None and grouped_runs_on(kind, device)
         contracted = gemm_dispatch.contracted_unit(kind if by_codes else None)
-        unit = math.lcm(unit, block_alignment(recipe.activation, recipe.gradient), contracted)
-    return unit
+        tile_rows = math.lcm(tile_rows, block_alignment(recipe.activation, recipe.gradient), contracted)
+    return tile_rows
 
 
-def tiles_of(unit: int, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
-    """Assign the T rows of x to `T // unit + E + 1` tiles, enough for any group sizes.
+def tiles_of(tile_rows: int, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
+    """Assign the T rows of x to `T // tile_rows + E + 1` tiles, enough for any group sizes.
 
     Also returns the int32 `[1]` that is 0 if group sizes are negative or exceed T.
     """
-    tiles = rows // unit + group_sizes.shape[0] + 1
-    *made, fits = ops.group_rows(group_sizes.to(torch.int32), tiles=tiles, tokens=rows, unit=unit)
-    return Tiles(unit, *made), fits
+    tiles = rows // tile_rows + group_sizes.shape[0] + 1
+    *made, fits = ops.group_rows(group_sizes.to(torch.int32), tiles=tiles, tokens=rows, tile_rows=tile_rows)
+    return Tiles(tile_rows, *made), fits
 
 
 def quantize_experts(

@@ -20,7 +20,7 @@ from torch import Tensor
 from qshard.recipes import Recipe
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.expert_parallel import check_parallel_recipe, exchanged_rows
-from qshard.torch_bridge._experts.tiles import unit_of
+from qshard.torch_bridge._experts.tiles import tile_rows_of
 from qshard.torch_bridge._moe.wrappers import check_wrappers
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 
@@ -53,7 +53,7 @@ def parallel_experts(
         y = w2(activation(w13(apply_node(_Dispatch, rows, exchange), sizes)), sizes)
         combined: Tensor = apply_node(_Combine, y, exchange)
         return combined
-    first, second = exchanged_rows(exchange, unit_of(rows.device, *recipes))
+    first, second = exchanged_rows(exchange, tile_rows_of(rows.device, *recipes))
     return w2(activation(w13(rows, first)), second)
 
 

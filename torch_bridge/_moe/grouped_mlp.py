@@ -22,7 +22,7 @@ from qshard.torch_bridge._experts.autograd import DelayedStates
 from qshard.torch_bridge._experts.expert_parallel import check_parallel_recipe
 from qshard.torch_bridge._experts.fusion import Fusion
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
-from qshard.torch_bridge._experts.tiles import GroupedRows, unit_of
+from qshard.torch_bridge._experts.tiles import GroupedRows, tile_rows_of
 from qshard.torch_bridge._moe.expert_parallel import parallel_experts
 from qshard.torch_bridge._moe.permutation import combine_experts, moe_permutation, moe_permute, padded_rows
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
@@ -187,7 +187,7 @@ def apply_experts(
         if recipes is None or not tokens.shape[0]:
             rows = moe_permute(tokens, permutation)
         else:
-            permutation, first, second = padded_rows(permutation, unit_of(tokens.device, *recipes))
+            permutation, first, second = padded_rows(permutation, tile_rows_of(tokens.device, *recipes))
             if fuses and activation is None and is_compiling():
                 h, amaxes = w13(rows, first._replace(fusion=Fusion(swiglu=True)))
                 fusion = Fusion((h, amaxes), permutation=permutation, weights=of_tokens)

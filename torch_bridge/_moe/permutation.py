@@ -129,15 +129,15 @@ def combine_experts(y: Tensor, permutation: MoEPermutation, weights: Tensor) -> 
     return x
 
 
-def padded_rows(permutation: MoEPermutation, unit: int) -> tuple[MoEPermutation, GroupedRows, GroupedRows]:
-    """Pad the rows of each expert to a multiple of `unit`, at least one. There is at least one token.
+def padded_rows(permutation: MoEPermutation, tile_rows: int) -> tuple[MoEPermutation, GroupedRows, GroupedRows]:
+    """Pad the rows of each expert to a multiple of `tile_rows`, at least one. There is at least one token.
 
     Returns:
       The permutation of padded rows, where choices outside of `T k` are padding; the padded rows of a product that
       reads tokens; and the padded rows of a product that reads padded rows. Both products give padded rows.
     """
     choices, positions, sizes = permutation
-    tiles, _ = tiles_of(unit, choices.shape[0], sizes)
+    tiles, _ = tiles_of(tile_rows, choices.shape[0], sizes)
     is_row = tiles.rows < choices.shape[0]
     last = choices.shape[0] - 1
     choices = torch.where(is_row, choices.index_select(0, tiles.rows.clamp(max=last)), choices.shape[0])

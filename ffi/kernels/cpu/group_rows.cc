@@ -10,7 +10,7 @@ Status GroupRows(const Exec<Cpu>&, const RowGroups& g) {
   bool fits = true;
   for (int64_t e = 0; e < g.experts; ++e) {
     const int64_t rows = RowsThatFit(g.sizes[e], end, g.tokens);
-    const int64_t padded = PaddedRows(rows, g.unit);
+    const int64_t padded = PaddedRows(rows, g.tile_rows);
     fits &= rows == g.sizes[e];
     for (int64_t i = 0; i < rows; ++i) {
       g.rows[stop + i] = static_cast<int32_t>(end + i);

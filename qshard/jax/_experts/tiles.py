@@ -36,14 +36,14 @@ from qshard.recipes import Recipe
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["stops", "ends", "rows", "place", "fits"],
-    meta_fields=["unit"],
+    meta_fields=["tile_rows"],
 )
 @dataclass(frozen=True)
 class Tiles:
     """The assignment of the M rows of x to P padded rows: the results of op `group_rows`, for E experts.
 
     Attributes:
-      unit: rows per tile.
+      tile_rows: rows per tile.
       stops: for each expert, the end of its padded rows, int32 `[E]`.
       ends: for each expert, the end of its rows of x, int32 `[E]`; None if x is not sorted by expert.
       rows: for each padded row, the row of x, int32 `[P]`; M for padding.
@@ -52,7 +52,7 @@ class Tiles:
       fits: whether `group_sizes` are not negative and add up to M or less.
     """
 
-    unit: int
+    tile_rows: int
     stops: jax.Array
     ends: jax.Array | None
     rows: jax.Array
@@ -62,27 +62,27 @@ class Tiles:
     @property
     def experts(self) -> jax.Array:
         """The expert of each tile; E for unused tiles."""
-        return experts_of_strips(self.stops, self.unit, self.rows.shape[0] // self.unit)
+        return experts_of_strips(self.stops, self.tile_rows, self.rows.shape[0] // self.tile_rows)
 
     def of_strips(self, of_experts: jax.Array, strip: int) -> jax.Array:
         """Repeat the value of each expert for its strips of `strip` padded rows; 0 for no expert."""
-        of_tiles = values_of_strips(of_experts, self.stops, self.unit, (self.rows.shape[0] // self.unit,))
-        return jnp.repeat(of_tiles, self.unit // strip)
+        of_tiles = values_of_strips(of_experts, self.stops, self.tile_rows, (self.rows.shape[0] // self.tile_rows,))
+        return jnp.repeat(of_tiles, self.tile_rows // strip)
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    """Assign the M rows of x to `M // unit + E + 1` tiles, enough for any group sizes.
+    """Assign the M rows of x to `M // tile_rows + E + 1` tiles, enough for any group sizes.
 
-    `unit` follows from the blocks of activations and gradients, and from the product that contracts rows.
+    `tile_rows` follows from the blocks of activations and gradients, and from the product that contracts rows.
     """
     sizes = jnp.asarray(group_sizes, jnp.int32)
     kind = grouped_gemm.takes_codes(recipe.gradient, recipe.activation, sizes, by_k=True)
     blocks = block_alignment(recipe.activation, recipe.gradient)
-    unit = math.lcm(gemm_dispatch.UNIT, blocks, gemm_dispatch.contracted_unit(kind))
-    count = rows // unit + sizes.shape[0] + 1
-    made = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
+    tile_rows = math.lcm(gemm_dispatch.UNIT, blocks, gemm_dispatch.contracted_unit(kind))
+    count = rows // tile_rows + sizes.shape[0] + 1
+    made = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, tile_rows=tile_rows)
     stops, ends, source_rows, place, fits = made
-    return Tiles(unit, stops, ends, source_rows, place, fits[0] != 0)
+    return Tiles(tile_rows, stops, ends, source_rows, place, fits[0] != 0)
 
 
 def quantize_tiles(
@@ -170,7 +170,7 @@ def row_product(
             return product.astype(dtype)
         of_experts = q.plane(Usage.ROWWISE).scale_inv * w.plane(next(iter(w.planes))).scale_inv
         of_tiles = jnp.append(of_experts, 1.0)[tiles.experts]  # 1 for rows of no expert, which are zeros.
-        scale = product_scale(q.format, w.format, jnp.repeat(of_tiles, tiles.unit)[:, None], product.dtype)
+        scale = product_scale(q.format, w.format, jnp.repeat(of_tiles, tiles.tile_rows)[:, None], product.dtype)
         return apply_scale(product, scale, dtype)
 
     rows = tiles.stops, tiles.ends, tiles.place
@@ -194,4 +194,4 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
             product = apply_scale(product, product_scale(a.format, b.format, scale, product.dtype), dtype)
         return product.astype(dtype)
 
-    return grouped_gemm.contract_row_codes(a, b, tiles.stops, tiles.unit, dtype, multiply_values)
+    return grouped_gemm.contract_row_codes(a, b, tiles.stops, tiles.tile_rows, dtype, multiply_values)

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kWarp) EndsKernel(const RowGroups g) {
     const int64_t sum = wanted + InclusiveSum(size);
     const int64_t end = sum < g.tokens ? sum : g.tokens;
     const int64_t begin = sum - size < g.tokens ? sum - size : g.tokens;
-    const int64_t padded = e < g.experts ? PaddedRows(end - begin, g.unit) : 0;
+    const int64_t padded = e < g.experts ? PaddedRows(end - begin, g.tile_rows) : 0;
     const int64_t sum_of_padded = stop + InclusiveSum(padded);
     if (e < g.experts) {
       g.ends[e] = static_cast<int32_t>(end);
