@@ -37,7 +37,7 @@ def gemm(
     b_contracted: Usage,
     dtype: Any,
     *,
-    precise: bool,
+    fast: bool,
     out_sharding: Any = None,
     by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -62,8 +62,7 @@ def gemm(
       dtype: dtype of the product. A bfloat16 product of codes is rounded before and after scaling, because float scales
         do not fuse into such a GEMM, and an fp32 result costs more to write and read: 0.81 ms against 0.77 alone, and
         0.98 against 0.80 before an elementwise operation. Power-of-two scales do fuse, round once, and take 0.64.
-      precise: accumulate in fp32 throughout. On FP8, Hopper's tensor cores otherwise keep fewer bits and take a tenth
-        less time.
+      fast: allow tensor cores to accumulate long sums with fewer bits. Hopper's take a tenth less time for FP8.
       out_sharding: the sharding of the result, on Explicit meshes where operands leave it open.
       by_rows: whether an Auto mesh shards only the rows of x, and not w. Then no operand is gathered for the product.
 
@@ -101,7 +100,7 @@ def gemm(
         a_plane.data,
         b_plane.data,
         ((_code_axes(a_plane.data, a_contracted), _code_axes(b_plane.data, b_contracted)), ((), ())),
-        precision=lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT,
+        precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST,
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
@@ -127,7 +126,7 @@ def row_product(
     lead: Shape,
     columns: int,
     *,
-    precise: bool,
+    fast: bool,
     out_sharding: Spec,
     by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -147,7 +146,7 @@ def row_product(
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
         spec = PartitionSpec(None, last)
         out_sharding = NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
-    options: dict[str, Any] = {"precise": precise, "out_sharding": out_sharding, "by_rows": by_rows}
+    options: dict[str, Any] = {"fast": fast, "out_sharding": out_sharding, "by_rows": by_rows}
     product, scale = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, **options)
     return unfold(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product, scale
 

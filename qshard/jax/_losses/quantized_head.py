@@ -60,7 +60,7 @@ class QuantizedHead:
         return self._quantized(x, Role.ACTIVATION, usage, chunk)
 
     def logits(self, xq: QuantizedArray, wq: QuantizedArray, rows: int, dtype: Any) -> jax.Array:
-        made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, precise=False, out_sharding=None)
+        made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, fast=True, out_sharding=None)
         return apply_scale(*made, dtype)
 
     def gradients(
@@ -71,8 +71,8 @@ class QuantizedHead:
         usage = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
         usage |= stored_for(recipe.gradient, recipe.activation, columns)
         dq = self._quantized(d, Role.GRADIENT, usage, chunk)
-        dx = apply_scale(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
-        dw = apply_scale(*gemm(dq, columns, xq, columns, dw_dtype, precise=True), dw_dtype)
+        dx = apply_scale(*row_product(dq, wq, columns, (len(d),), 1, fast=False, out_sharding=None), dtype)
+        dw = apply_scale(*gemm(dq, columns, xq, columns, dw_dtype, fast=False), dw_dtype)
         return dx, dw
 
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:

@@ -157,7 +157,7 @@ def _product_bwd(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.A
     if config.learns:
         pair = (dy_column, x) if config.sharding.layout == "NK" else (x, dy_column)
         dtype = config.grad_dtype or (w.dtype if isinstance(w, QuantizedArray) else config.w_dtype)
-        options: dict[str, Any] = {"precise": True, "out_sharding": config.w_type, "by_rows": config.sharding.by_rows}
+        options: dict[str, Any] = {"fast": False, "out_sharding": config.w_type, "by_rows": config.sharding.by_rows}
         made, scale = gemm(pair[0], columns, pair[1], columns, dtype, **options)
         if not config.shares_scales:
             made, scale = apply_scale(made, scale, dtype), None
@@ -201,7 +201,7 @@ def row_product_of_w(
     """
     backward = role is Role.GRADIENT
     options: dict[str, Any] = {
-        "precise": backward,
+        "fast": not backward,
         "out_sharding": config.x_type if backward else config.out_sharding,
         "by_rows": config.sharding.by_rows,
     }

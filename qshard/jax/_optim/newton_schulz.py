@@ -69,5 +69,5 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _code_product(a: QuantizedArray, b: QuantizedArray, contracted: Usage) -> jax.Array:
     """Multiply the rows of `a` and the contracted axis of `b`: the bfloat16 product of codes, scaled in float32."""
-    product, scale = gemm(a, Usage.ROWWISE, b, contracted, jnp.bfloat16, precise=True)
+    product, scale = gemm(a, Usage.ROWWISE, b, contracted, jnp.bfloat16, fast=False)
     return apply_scale(product, scale, jnp.float32)
