@@ -130,8 +130,8 @@ def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) 
     Source: arXiv:1910.07467.
     """
     y = _rms_norm(*_check_norm("rms_norm", x, weight, eps), float(eps))
-    cut = jax.typeof(jnp.asarray(x)).sharding
-    return jax.sharding.reshard(y, cut) if jax.typeof(y).sharding.spec != cut.spec else y
+    sharding = jax.typeof(jnp.asarray(x)).sharding
+    return jax.sharding.reshard(y, sharding) if jax.typeof(y).sharding.spec != sharding.spec else y
 
 
 def rms_norm_quantize(
@@ -214,8 +214,8 @@ def _with_scales(
     if not fmt.per_tensor:
         return h, None
     check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)
-    cut = ShardSpec.of(h, axis_names, spec)
-    made = quantize_steps.scales(partitionable_ops, fmt, max_over(cut.axes if cut.local else ())(amax))
+    shard_spec = ShardSpec.of(h, axis_names, spec)
+    made = quantize_steps.scales(partitionable_ops, fmt, max_over(shard_spec.axes if shard_spec.local else ())(amax))
     return h, WeightScales(made.scale, made.scale_inv)
 
 
@@ -283,9 +283,9 @@ def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
     gate, up = jnp.asarray(gate), jnp.asarray(up)
     check_pair(op, gate.shape, str(gate.dtype), up.shape, str(up.dtype))
     gate, up = vary_alike(gate, up)
-    cut = jax.typeof(gate).sharding
+    sharding = jax.typeof(gate).sharding
     # Outside of the custom_vjp, so that the gradient of `up` is sharded as `up`.
-    return gate, up if jax.typeof(up).sharding.spec == cut.spec else jax.sharding.reshard(up, cut)
+    return gate, up if jax.typeof(up).sharding.spec == sharding.spec else jax.sharding.reshard(up, sharding)
 
 
 def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -355,11 +355,11 @@ def _check_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.
         raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a Python number")
     check_norm(op, x.shape, weight.shape, eps)
     x, weight = vary_alike(x, weight)
-    mesh, cut = mesh_of(x), jax.typeof(x).sharding
+    mesh, sharding = mesh_of(x), jax.typeof(x).sharding
     # Outside of the custom_vjp, so that gradients are sharded as the inputs.
     if mesh.explicit_axes:
-        whole = NamedSharding(mesh, PartitionSpec(*cut.spec[:-1], None))
-        x = x if cut.spec == whole.spec else jax.sharding.reshard(x, whole)
+        whole = NamedSharding(mesh, PartitionSpec(*sharding.spec[:-1], None))
+        x = x if sharding.spec == whole.spec else jax.sharding.reshard(x, whole)
         weight = jax.sharding.reshard(weight, NamedSharding(mesh, PartitionSpec(None)))
     elif mesh.auto_axes:
         weight = lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(None)))

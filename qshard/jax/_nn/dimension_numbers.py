@@ -70,9 +70,9 @@ class MatrixAxes(NamedTuple):
         gathered = [count(manual.intersection(axes, gathers)) for axes in names]
         total = [count(axes) for axes in names]
         k, of_x = self.group("K"), [1] * x.ndim
-        cut_x = [count(names_of(jax.typeof(x).sharding.spec[axis])) for axis in self.x[-1]]
-        if any(n > 1 for n in (*cut_x[1:], *(total[axis] for axis in k[1:]))):
-            for axis, own, n in zip(self.x[-1], k, cut_x, strict=True):
+        shards_of_x = [count(names_of(jax.typeof(x).sharding.spec[axis])) for axis in self.x[-1]]
+        if any(n > 1 for n in (*shards_of_x[1:], *(total[axis] for axis in k[1:]))):
+            for axis, own, n in zip(self.x[-1], k, shards_of_x, strict=True):
                 if total[own] == 1:  # Split w as x is sharded.
                     outside[own] = total[own] = n
                 elif total[own] % n:

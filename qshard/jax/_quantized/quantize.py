@@ -149,7 +149,7 @@ def quantize_shard(
     places = operand.layouts(shard_spec.whole(x.shape))
     scales = WeightScales(*(scales or ()))
     check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
-    matrix, blocks_cut = matrices_of(x, places, shard_spec, op, name, philox is not None)
+    matrix, matrix_spec = matrices_of(x, places, shard_spec, op, name, philox is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
     at = partitionable_ops.ops_for(shard_spec) if columns is None else partitionable_ops.ShardedOps(columns)
     if operand.margin is not None:
@@ -159,10 +159,10 @@ def quantize_shard(
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else quantize_steps.Scales(scales.scale, scales.scale_inv)
     broken = [
-        each for each, where in places.items() if PartialBlocks.of_plane(where, blocks_cut, matrix.shape) is not None
+        each for each, where in places.items() if PartialBlocks.of_plane(where, matrix_spec, matrix.shape) is not None
     ]
     planes = {
-        each: _quantize_partial_blocks(matrix, places[each], blocks_cut, scales, philox, op, name) for each in broken
+        each: _quantize_partial_blocks(matrix, places[each], matrix_spec, scales, philox, op, name) for each in broken
     }
     whole = [each for each in places if each not in broken]
     # XLA cannot partition an op that computes both planes if an edge truncates blocks.
