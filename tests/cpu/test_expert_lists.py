@@ -78,20 +78,21 @@ def test_work_of_the_host(name):
     """Most of the work of a call does not depend on the number of experts: each adds only some calls of functions."""
 
     def calls(experts):
-        x, weights, count = x_of(name), codes_of(experts, name), 0
+        x, weights, counts = x_of(name), codes_of(experts, name), []
         sizes = [40, *[0] * (experts - 1)]
 
         def note(_frame, event, _argument):
-            nonlocal count
-            count += event in ("call", "c_call")
+            counts[-1] += event in ("call", "c_call")
 
         both_passes(weights, name, sizes, x)  # Caches.
-        sys.setprofile(note)
-        try:
-            both_passes(weights, name, sizes, x)
-        finally:
-            sys.setprofile(None)
-        return count
+        for _ in range(2):  # A cache that other tests have filled may be cleared during one of the calls.
+            counts.append(0)
+            sys.setprofile(note)
+            try:
+                both_passes(weights, name, sizes, x)
+            finally:
+                sys.setprofile(None)
+        return min(counts)
 
     few, many = calls(4), calls(12)
     assert 0 < many - few <= 8 * MOST_CALLS
