@@ -74,7 +74,7 @@ def test_a_plan_for_another_number_of_devices():
         plan.value_and_grad, lambda weights: linear(jnp.ones((2, 128)), weights["w"], "MXFP8").sum()
     )
     with pytest.raises(ValueError, match=rf"plan_zero: world \(4\) is not the size of the mesh axis '{AXIS}' \(2\)"):
-        jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(plan.cut({"w": jnp.ones((128, 128))}))
+        jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(plan.shard({"w": jnp.ones((128, 128))}))
 
 
 @pytest.mark.parametrize("shard_weights", [False, True])
@@ -95,7 +95,7 @@ def test_parameters_without_elements(shard_weights):
         return plan.value_and_grad(loss, masters)[1]
 
     made = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
-    grads = plan.join(made(plan.cut(params), jnp.ones((64, 32))))
+    grads = plan.unshard(made(plan.shard(params), jnp.ones((64, 32))))
     assert {name: g.shape for name, g in grads.items()} == {name: p.shape for name, p in params.items()}
     assert jnp.all(grads["w"] == grads["w"][0, 0])
     assert grads["w"][0, 0] != 0

@@ -133,7 +133,7 @@ def check_zero(name, steps=2):
             x = np.concatenate([jax_zero.batch_of(number, device) for device in range(world)])
             *training, values = step(*training, x, number)
             assert_shards(values, np.asarray(losses[number], np.float32))
-        jax.tree.map(assert_shards, training[0], jax.device_get(plan.cut(whole)))
+        jax.tree.map(assert_shards, training[0], jax.device_get(plan.shard(whole)))
 
 
 def check_all():

@@ -122,7 +122,7 @@ def program(recipe, world, shard_weights, dtype="float32", **options):
     params = params_of(dtype)
     plan = plan_zero(params, formats_of(recipe), world, AXIS, shard_weights=shard_weights)
     optimizer = adamw(0.01, weight_decay=0.01, **options)
-    masters = jax.jit(plan.cut)(params)
+    masters = jax.jit(plan.shard)(params)
     state = jax.jit(optimizer.init)(masters)
     cut = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
     step = jax.shard_map(
@@ -153,4 +153,5 @@ def assert_same_bits(name, world, steps=3, dtype="float32", **options):
             x = jnp.concatenate([batch_of(number, r) for r in range(world)])
             masters, state, states, values = step(masters, state, states, x, number)
             assert values.tolist() == losses[number], (shard_weights, number)
-        jax.tree.map(lambda m, w: assert_bits_equal(np.asarray(m), np.asarray(w)), jax.jit(plan.join)(masters), whole)
+        unsharded = jax.jit(plan.unshard)(masters)
+        jax.tree.map(lambda m, w: assert_bits_equal(np.asarray(m), np.asarray(w)), unsharded, whole)

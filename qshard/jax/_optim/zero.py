@@ -62,7 +62,7 @@ class _FlatWeight:
     def slices(self, count: int) -> Shape:
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
 
-    def cut(self, whole: jax.Array) -> jax.Array:
+    def shard(self, whole: jax.Array) -> jax.Array:
         """Return all elements in float32, padded, `[world, length]`: a row for each device."""
         padding = self.world * self.length - self.size
         return jnp.pad(jnp.ravel(whole).astype(jnp.float32), (0, padding)).reshape(self.world, self.length)
@@ -88,7 +88,7 @@ class _FlatWeight:
 
         Terms are added in the order of devices, on any hardware.
         """
-        parts = lax.all_to_all(self.cut(gradient), self.axis_name, 0, 0, tiled=True)
+        parts = lax.all_to_all(self.shard(gradient), self.axis_name, 0, 0, tiled=True)
         total = parts[0]
         for device in range(1, self.world):
             total = total + parts[device]
@@ -112,7 +112,7 @@ class ZeroPlan:
     master: MasterPlan
     shard_weights: bool
 
-    def cut(self, params: Any) -> Any:
+    def shard(self, params: Any) -> Any:
         """Convert whole parameters to padded float32 masters, to be sharded over a mesh by `P(axis)`.
 
         Args:
@@ -123,13 +123,13 @@ class ZeroPlan:
           `[world * length]`.
         """
         wholes = zip(self.structure.flatten_up_to(params), self.leaves, strict=True)
-        return self.structure.unflatten([leaf.cut(p).reshape(leaf.slices(leaf.world)) for p, leaf in wholes])
+        return self.structure.unflatten([leaf.shard(p).reshape(leaf.slices(leaf.world)) for p, leaf in wholes])
 
-    def join(self, masters: Any) -> Any:
-        """Convert masters to whole float32 parameters: the inverse of `cut`. Call it outside of `shard_map`.
+    def unshard(self, masters: Any) -> Any:
+        """Convert masters to whole float32 parameters: the inverse of `shard`. Call it outside of `shard_map`.
 
         Args:
-          masters: the tree of masters of all devices, in the shapes that `cut` returns.
+          masters: the tree of masters of all devices, in the shapes that `shard` returns.
         """
         slices = zip(self.structure.flatten_up_to(masters), self.leaves, strict=True)
         return self.structure.unflatten([m.reshape(-1)[: leaf.size].reshape(leaf.shape) for m, leaf in slices])
@@ -240,7 +240,7 @@ def plan_zero(
     >>> from qshard.formats import FP8_E4M3
     >>> params = {"w": jnp.ones((64, 8)), "b": jnp.ones(3)}
     >>> plan = plan_zero(params, lambda path, p: FP8_E4M3 if p.ndim == 2 else None, 2, "data")
-    >>> {name: m.shape for name, m in plan.cut(params).items()}
+    >>> {name: m.shape for name, m in plan.shard(params).items()}
     {'b': (4,), 'w': (2, 256)}
 
     Sources: ZeRO, arXiv:1910.02054.
