@@ -66,10 +66,10 @@ struct GemmGroups {
 };
 
 // Returns a stop as an op uses it: not before `start`, where the group begins, nor after `rows`,
-// and a multiple of `unit`. So any data are safe.
-QSHARD_INLINE int64_t ClampStop(int32_t stop, int64_t start, int64_t rows, int64_t unit) {
+// and a multiple of `stop_alignment`. So any data are safe.
+QSHARD_INLINE int64_t ClampStop(int32_t stop, int64_t start, int64_t rows, int64_t stop_alignment) {
   const int64_t most = stop < rows ? stop : rows;
-  const int64_t whole = most > 0 ? most - most % unit : 0;
+  const int64_t whole = most > 0 ? most - most % stop_alignment : 0;
   return whole > start ? whole : start;
 }
 

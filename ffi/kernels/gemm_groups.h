@@ -17,7 +17,7 @@ constexpr int64_t kMostGroups = 4096;
 constexpr int64_t kMostListed = 3968;
 
 // Values of 16 bits: their axes are multiples of this many elements, 16 bytes.
-constexpr int64_t kGroupedValueUnit = 8;
+constexpr int64_t kGroupedValueAlignment = 8;
 
 // Offsets in bytes, each aligned.
 struct GroupedWorkspace {
@@ -48,7 +48,8 @@ struct GroupedWorkspace {
   static int64_t ScaleBytesOf(const GemmProblem& gemm, const GemmGroups& groups, bool first) {
     const GemmOperand& operand = first ? gemm.a : gemm.b;
     if (IsValue(operand.element)) return 0;
-    if (gemm.scales == ScaleId::kNone) return RoundUp(groups.number * kGemmUnit, kScaleAlignment);
+    if (gemm.scales == ScaleId::kNone)
+      return RoundUp(groups.number * kGemmAlignment, kScaleAlignment);
     if (HasTiles(gemm))
       return RoundUp(TilesOf(gemm, groups, first, nullptr).Tiles() * GroupTiles::kBytes,
                      kScaleAlignment);

@@ -9,11 +9,11 @@ namespace qshard::kernels {
 
 // Sizes of a GEMM must be multiples of this, and operands aligned to as many bytes. Source: cuBLAS
 // documentation, "8-bit and 4-bit floating point data types usage".
-constexpr int64_t kGemmUnit = 16;
+constexpr int64_t kGemmAlignment = 16;
 
-// Multiple of the elements along k that are kGemmUnit bytes.
-constexpr int64_t KUnitOf(ElementId element) {
-  return element == ElementId::kE2M1 ? 2 * kGemmUnit : kGemmUnit;
+// Multiple of the elements along k that are kGemmAlignment bytes.
+constexpr int64_t KAlignmentOf(ElementId element) {
+  return element == ElementId::kE2M1 ? 2 * kGemmAlignment : kGemmAlignment;
 }
 
 // Elements along k that share an E8M0 scale in MXFP8.
@@ -55,7 +55,7 @@ inline int64_t ScaleBytes(const GemmProblem& gemm, const GemmOperand& operand) {
 // 16-byte aligned, and one of many scales in a tensor may not be. Source: TransformerEngine#1925.
 inline bool ScalesStay(const GemmProblem& gemm) {
   const auto stays = [](const GemmOperand& operand) {
-    return reinterpret_cast<uintptr_t>(operand.tensor_scale_inv) % kGemmUnit == 0;
+    return reinterpret_cast<uintptr_t>(operand.tensor_scale_inv) % kGemmAlignment == 0;
   };
   return gemm.scales == ScaleId::kNone && stays(gemm.a) && stays(gemm.b);
 }

@@ -30,7 +30,7 @@ struct GroupTiles {
   uint8_t* to;
   int64_t rows, cols;  // of scales, one for each row of the operand
   int64_t repeat;      // rows of a block; 1 if groups divide rows
-  int64_t unit;        // elements of the divided axis that share a scale
+  int64_t block;       // elements of the divided axis that share a scale
   int groups;
   Divided divided;  // groups have a matrix each, or divide the rows or columns of one
   bool k_first;
@@ -48,7 +48,7 @@ struct GroupTiles {
 
   // Number of a group's first tile along the divided axis.
   QSHARD_INLINE int64_t Slot(const int32_t* stops, int group) const {
-    const int64_t start = StartOf(stops, group) / unit;
+    const int64_t start = StartOf(stops, group) / block;
     return start / (divided == kRows ? kScaleTileRows : kScaleTileCols) + group;
   }
 
@@ -88,13 +88,13 @@ struct GroupTiles {
     } else if (divided == kRows) {
       const int64_t slot = tile / Across();
       const int group = GroupAt(stops, slot);
-      row = StartOf(stops, group) / unit + (slot - Slot(stops, group)) * kScaleTileRows;
+      row = StartOf(stops, group) / block + (slot - Slot(stops, group)) * kScaleTileRows;
       col = tile % Across() * kScaleTileCols;
-      last_row = stops[group] / unit;
+      last_row = stops[group] / block;
     } else {
       const int group = GroupAt(stops, tile / Down());
-      const int64_t start = StartOf(stops, group) / unit, own = tile - FirstTile(stops, group);
-      last_col = stops[group] / unit;
+      const int64_t start = StartOf(stops, group) / block, own = tile - FirstTile(stops, group);
+      last_col = stops[group] / block;
       const int64_t across = CeilDiv(last_col - start, kScaleTileCols);
       if (own >= across * Down()) return;
       row = own / across * kScaleTileRows;
@@ -125,7 +125,7 @@ inline GroupTiles TilesOf(const GemmProblem& gemm, const GemmGroups& groups, boo
   tiles.rows = operand.rows;
   tiles.cols = GridCols(gemm);
   tiles.repeat = operand.block_rows;
-  tiles.unit = groups.by_k ? gemm.cols : 1;
+  tiles.block = groups.by_k ? gemm.cols : 1;
   tiles.groups = static_cast<int>(groups.number);
   tiles.divided = groups.by_k ? GroupTiles::kCols
                   : first     ? GroupTiles::kRows

@@ -45,8 +45,8 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
   QSHARD_REQUIRE(out.dtype == a.dtype || out.dtype == kDataTypeOf<float>, op, ": a result of ",
                  NameOf(out.dtype), " is not supported by cuBLASLt for operands of ",
                  NameOf(a.dtype), "; pass that dtype, or float32");
-  QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(workspace.data) % kernels::kGemmUnit == 0, op,
-                 ": workspace is not aligned to ", kernels::kGemmUnit, " bytes; copy it");
+  QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(workspace.data) % kernels::kGemmAlignment == 0, op,
+                 ": workspace is not aligned to ", kernels::kGemmAlignment, " bytes; copy it");
   return {};
 }
 
@@ -54,17 +54,17 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
 // (qshard/gemm_dispatch.py), so an error here is for direct callers.
 [[maybe_unused]] Error CheckForCuda(const char* op, const GemmProblem& gemm,
                                     const Buffer& workspace, const Buffer& out) {
-  const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, unit = kernels::kGemmUnit;
-  const int64_t k_unit = kernels::KUnitOf(gemm.a.element);
-  QSHARD_REQUIRE(m % unit == 0 && n % unit == 0 && k % k_unit == 0 && k > 0, op, ": a product of (",
-                 m, ", ", k, ") and (", n, ", ", k,
-                 ") has sizes that are not positive multiples of ", unit,
-                 k_unit == unit ? "" : ", and K of 32",
+  const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, alignment = kernels::kGemmAlignment;
+  const int64_t k_alignment = kernels::KAlignmentOf(gemm.a.element);
+  QSHARD_REQUIRE(m % alignment == 0 && n % alignment == 0 && k % k_alignment == 0 && k > 0, op,
+                 ": a product of (", m, ", ", k, ") and (", n, ", ", k,
+                 ") has sizes that are not positive multiples of ", alignment,
+                 k_alignment == alignment ? "" : ", and K of 32",
                  ", which tensor cores need; pad the matrices, or multiply dequantized values");
   for (const void* data : {gemm.a.data, gemm.b.data, static_cast<const void*>(out.data),
                            static_cast<const void*>(workspace.data)})
-    QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
-                   ": codes, result or workspace are not aligned to ", kernels::kGemmUnit,
+    QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmAlignment == 0, op,
+                   ": codes, result or workspace are not aligned to ", kernels::kGemmAlignment,
                    " bytes, which tensor cores need; copy them");
   const int64_t needed = kernels::ScaleBytes(gemm);
   QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),
@@ -84,15 +84,15 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
                  ": a and b are float32, which cuBLASLt does not multiply in groups; cast them to "
                  "bfloat16, or call a product for each expert");
   if (values) QSHARD_RETURN_IF_ERROR(CheckValuesForCuda(op, a, workspace, out));
-  const int64_t unit = values ? kernels::kGroupedValueUnit : kernels::kGemmUnit;
-  const int64_t k_unit = values ? unit : kernels::KUnitOf(gemm.a.element);
-  // Rows of a group need no unit if they are not contracted, nor if they come first in memory.
+  const int64_t alignment = values ? kernels::kGroupedValueAlignment : kernels::kGemmAlignment;
+  const int64_t k_alignment = values ? alignment : kernels::KAlignmentOf(gemm.a.element);
+  // Rows of a group need no alignment if they are not contracted, nor if they come first in memory.
   const bool any_m = !groups.by_k, any_k = groups.by_k && gemm.a.k_first;
-  QSHARD_REQUIRE((any_m || m % unit == 0) && n % unit == 0 && (any_k || k % k_unit == 0), op,
-                 ": a product with M=", m, ", N=", n, ", K=", k,
-                 " has sizes that are not multiples of ", unit,
-                 k_unit == unit ? "" : ", and K of 32",
-                 ", which tensor cores need; pad the matrices, or call a product for each expert");
+  QSHARD_REQUIRE(
+      (any_m || m % alignment == 0) && n % alignment == 0 && (any_k || k % k_alignment == 0), op,
+      ": a product with M=", m, ", N=", n, ", K=", k, " has sizes that are not multiples of ",
+      alignment, k_alignment == alignment ? "" : ", and K of 32",
+      ", which tensor cores need; pad the matrices, or call a product for each expert");
   const int64_t most = groups.matrices == nullptr ? kernels::kMostGroups : kernels::kMostListed;
   QSHARD_REQUIRE(groups.number <= most, op, ": stops has ", groups.number, " experts, more than ",
                  most, "; call the op for a part of them");
@@ -102,8 +102,8 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
   if (groups.matrices != nullptr)
     memory.insert(memory.end(), groups.matrices, groups.matrices + groups.number);
   for (const void* data : memory)
-    QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
-                   ": operands, result or workspace are not aligned to ", kernels::kGemmUnit,
+    QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmAlignment == 0, op,
+                   ": operands, result or workspace are not aligned to ", kernels::kGemmAlignment,
                    " bytes, which tensor cores need; copy them");
   const int64_t needed = kernels::GroupedWorkspace(gemm, groups).bytes;
   QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),

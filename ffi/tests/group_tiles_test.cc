@@ -60,8 +60,8 @@ void CheckTiles(GroupTiles tiles, const std::vector<int32_t>& stops) {
   const int64_t row_step = tiles.k_first ? 1 : tiles.cols;
   const int64_t col_step = tiles.k_first ? tiles.rows : 1;
   for (int group = 0; group < tiles.groups; ++group) {
-    const int64_t start = StartOf(stops.data(), group) / tiles.unit;
-    const int64_t stop = stops[group] / tiles.unit;
+    const int64_t start = StartOf(stops.data(), group) / tiles.block;
+    const int64_t stop = stops[group] / tiles.block;
     Group own{from.data(), tiles.rows, tiles.cols, row_step, col_step, tiles.repeat};
     if (tiles.divided == GroupTiles::kMatrices) {
       own.from += group * each;
@@ -78,16 +78,16 @@ void CheckTiles(GroupTiles tiles, const std::vector<int32_t>& stops) {
 }
 
 // Sizes of groups, in scales of the divided axis: some empty, some a whole tile, and rows of none.
-void CheckSizes(const std::vector<int32_t>& sizes, int32_t rest, int32_t unit) {
+void CheckSizes(const std::vector<int32_t>& sizes, int32_t rest, int32_t block) {
   std::vector<int32_t> stops;
   int32_t stop = 0;
-  for (const int32_t size : sizes) stops.push_back(stop += size * unit);
-  const int64_t length = stop / unit + rest;
+  for (const int32_t size : sizes) stops.push_back(stop += size * block);
+  const int64_t length = stop / block + rest;
   GroupTiles tiles{};
   tiles.groups = static_cast<int>(sizes.size());
   tiles.repeat = 1;
-  tiles.unit = 1;
-  if (unit == 1)
+  tiles.block = 1;
+  if (block == 1)
     for (const int64_t cols : {1, 4, 7}) {
       tiles.divided = GroupTiles::kRows;
       tiles.rows = length;
@@ -98,7 +98,7 @@ void CheckSizes(const std::vector<int32_t>& sizes, int32_t rest, int32_t unit) {
     for (const int64_t rows : {16, 128, 272}) {
       tiles.divided = GroupTiles::kCols;
       tiles.k_first = k_first;
-      tiles.unit = unit;
+      tiles.block = block;
       tiles.rows = rows;
       tiles.cols = length;
       CheckTiles(tiles, stops);
@@ -117,7 +117,7 @@ void CheckSizes(const std::vector<int32_t>& sizes, int32_t rest, int32_t unit) {
 }  // namespace qshard::kernels
 
 int main() {
-  for (const int32_t unit : {1, 16, 32})
+  for (const int32_t block : {1, 16, 32})
     for (const int32_t rest : {0, 3, 200})
       for (const std::vector<int32_t>& sizes : {std::vector<int32_t>{5},
                                                 {0, 0, 1},
@@ -125,6 +125,6 @@ int main() {
                                                 {127, 2, 127, 2, 0, 0, 300, 4},
                                                 {3, 1, 3, 1, 3, 1, 2, 6},
                                                 {0, 0, 0}})
-        qshard::kernels::CheckSizes(sizes, rest, unit);
+        qshard::kernels::CheckSizes(sizes, rest, block);
   std::puts("passed");
 }

@@ -209,10 +209,10 @@ template <class Out>
 Status GroupedGemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const GemmGroups& groups,
                    const Workspace&, Out* out) {
   const int64_t rows = groups.Rows(gemm), n = gemm.b.rows;
-  const int64_t unit = groups.by_k && gemm.scales != ScaleId::kNone ? gemm.cols : 1;
+  const int64_t stop_alignment = groups.by_k && gemm.scales != ScaleId::kNone ? gemm.cols : 1;
   int64_t start = 0, first = 0;  // of the group, in `a` and in out
   for (int64_t group = 0; group < groups.number; ++group) {
-    const int64_t stop = ClampStop(groups.stops[group], start, rows, unit);
+    const int64_t stop = ClampStop(groups.stops[group], start, rows, stop_alignment);
     if (!groups.by_k) {
       const int64_t end =
           groups.ends == nullptr ? stop : ClampStop(groups.ends[group], first, groups.out_rows, 1);

@@ -53,19 +53,19 @@ int64_t BytesOf(ElementId element, int64_t number) {
 }
 
 // Multiple to which stops are rounded down, so that the matrices of groups are aligned.
-int64_t UnitOf(const GemmProblem& gemm, const GemmGroups& groups) {
+int64_t StopAlignmentOf(const GemmProblem& gemm, const GemmGroups& groups) {
   if (IsValue(gemm.a.element)) return 1;
   if (groups.by_k)
-    return std::max(gemm.scales == ScaleId::kNone ? 0 : gemm.cols, KUnitOf(gemm.a.element));
-  return gemm.scales == ScaleId::kNone ? 1 : kGemmUnit;  // K is a multiple of 16 bytes
+    return std::max(gemm.scales == ScaleId::kNone ? 0 : gemm.cols, KAlignmentOf(gemm.a.element));
+  return gemm.scales == ScaleId::kNone ? 1 : kGemmAlignment;  // K is a multiple of 16 bytes
 }
 
 // Returns the matrices of an operand's groups. If `divided`, the groups divide its rows, or k.
-Places PlacesOf(const GemmProblem& gemm, const GemmOperand& operand, bool divided, bool by_k,
-                int64_t unit) {
+GroupAddresses GroupAddressesOf(const GemmProblem& gemm, const GemmOperand& operand, bool divided,
+                                bool by_k, int64_t stop_alignment) {
   if (!divided) return {operand.data, BytesOf(operand.element, operand.rows * gemm.k), 0};
   const int64_t step = !by_k ? gemm.k : operand.k_first ? operand.rows : 1;
-  return {operand.data, 0, BytesOf(operand.element, unit * step)};
+  return {operand.data, 0, BytesOf(operand.element, stop_alignment * step)};
 }
 
 SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWorkspace& layout,
@@ -77,7 +77,7 @@ SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWo
   s.out_rows = groups.out_rows;
   s.groups = static_cast<int>(groups.number);
   s.rows = groups.Rows(gemm);
-  s.unit = UnitOf(gemm, groups);
+  s.stop_alignment = StopAlignmentOf(gemm, groups);
   s.m = static_cast<int32_t>(gemm.a.rows);
   s.n = static_cast<int32_t>(gemm.b.rows);
   s.k = static_cast<int32_t>(gemm.k);
@@ -86,9 +86,10 @@ SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWo
   s.pointers = reinterpret_cast<void**>(workspace + layout.pointers);
   s.scalars = reinterpret_cast<float*>(workspace + layout.scalars);
   const int64_t row_bytes = gemm.b.rows * out_size, matrix_bytes = gemm.a.rows * row_bytes;
-  s.places[kA] = PlacesOf(gemm, gemm.a, true, by_k, s.unit);
-  s.places[kB] = PlacesOf(gemm, gemm.b, by_k, by_k, s.unit);
-  s.places[kOut] = by_k ? Places{out, matrix_bytes, 0} : Places{out, 0, s.unit * row_bytes};
+  s.addresses[kA] = GroupAddressesOf(gemm, gemm.a, true, by_k, s.stop_alignment);
+  s.addresses[kB] = GroupAddressesOf(gemm, gemm.b, by_k, by_k, s.stop_alignment);
+  s.addresses[kOut] = by_k ? GroupAddresses{out, matrix_bytes, 0}
+                           : GroupAddresses{out, 0, s.stop_alignment * row_bytes};
   s.out = static_cast<uint4*>(out);
   s.row_words = row_bytes / int64_t{sizeof(uint4)};
   s.matrix_words = by_k ? matrix_bytes / int64_t{sizeof(uint4)} : 0;
@@ -100,7 +101,7 @@ SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWo
     for (int i = 0; i < 2; ++i) {
       s.tensor_scales[i] = operands[i]->tensor_scale_inv;
       s.tensor_scales_to[i] = reinterpret_cast<float*>(to[i]);
-      s.places[kScales + i] = {to[i], kGemmUnit, 0};
+      s.addresses[kScales + i] = {to[i], kGemmAlignment, 0};
     }
   } else if (HasTiles(gemm)) {
     return s;  // WithTiles
@@ -109,14 +110,14 @@ SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWo
     s.block_scales = FloatScales(gemm, gemm.a, to[0]);
     s.more_scales = FloatScales(gemm, gemm.b, to[1]);
     for (int i = 0; i < 2; ++i)
-      s.places[kScales + i] = {to[i], 0, operands[i]->rows * int64_t{sizeof(float)}};
+      s.addresses[kScales + i] = {to[i], 0, operands[i]->rows * int64_t{sizeof(float)}};
   } else {
     const int64_t cols = GridCols(gemm);
     s.row_scales = {static_cast<const float*>(gemm.a.scale_inv), reinterpret_cast<float*>(to[0]),
                     gemm.a.rows, cols};
     s.block_scales = FloatScales(gemm, gemm.b, to[1], groups.number);
-    s.places[kScales] = {to[0], 0, s.unit * cols * int64_t{sizeof(float)}};
-    s.places[kScales + 1] = {to[1], s.block_scales.Each() * int64_t{sizeof(float)}, 0};
+    s.addresses[kScales] = {to[0], 0, s.stop_alignment * cols * int64_t{sizeof(float)}};
+    s.addresses[kScales + 1] = {to[1], s.block_scales.Each() * int64_t{sizeof(float)}, 0};
   }
   return s;
 }
@@ -225,14 +226,15 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
   key.a_k_first = gemm.a.k_first;
   key.b_k_first = gemm.b.k_first;
   key.fast = gemm.fast;
-  const auto steps = [](const Places& places) {
-    return static_cast<uint64_t>(places.per_group | places.per_unit);
+  const auto low_bits = [](const GroupAddresses& addresses) {
+    return static_cast<uint64_t>(addresses.per_group | addresses.per_step);
   };
   uint64_t matrices = Address(gemm.b.data);  // with the low bits of any of them
   for (int64_t i = 0; groups.matrices != nullptr && i < groups.number; ++i)
     matrices |= Address(groups.matrices[i]);
-  key.alignment = AlignmentOf({Address(gemm.a.data), matrices, Address(out), steps(s.places[kA]),
-                               steps(s.places[kB]), steps(s.places[kOut])});
+  key.alignment =
+      AlignmentOf({Address(gemm.a.data), matrices, Address(out), low_bits(s.addresses[kA]),
+                   low_bits(s.addresses[kB]), low_bits(s.addresses[kOut])});
   key.workspace_bytes = workspace.bytes - layout.bytes;
   const std::shared_ptr<GroupedPlan> plan = GroupedPlanOf(ClassOf(key), arrays);
   if (plan->error != nullptr) return {plan->error};

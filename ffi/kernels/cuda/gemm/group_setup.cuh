@@ -22,14 +22,14 @@ enum Extent { kLength, kM, kN, kK };
 // The matrices in a workspace's arrays of pointers, in order. Scales of a and b follow.
 enum Matrix { kA, kB, kOut, kScales };
 
-// Address of a matrix of each group, in bytes: base + group * per_group + start / unit * per_unit,
-// where the rows of the group begin at `start`.
-struct Places {
+// Address of a matrix of each group, in bytes: base + group * per_group + start / stop_alignment *
+// per_step, where the rows of the group begin at `start`.
+struct GroupAddresses {
   const void* base;
-  int64_t per_group, per_unit;
+  int64_t per_group, per_step;
 
-  __device__ void* At(int64_t group, int64_t units) const {
-    return const_cast<char*>(static_cast<const char*>(base)) + group * per_group + units * per_unit;
+  __device__ void* At(int64_t group, int64_t steps) const {
+    return const_cast<char*>(static_cast<const char*>(base)) + group * per_group + steps * per_step;
   }
 };
 
@@ -44,14 +44,14 @@ struct SetUp {
   static constexpr bool kHasTiles = false;
   const int32_t *stops, *ends;  // ends: of the rows in out, or null
   int groups;
-  int64_t rows, unit;  // of the axis that is divided
+  int64_t rows, stop_alignment;  // of the axis that is divided
   int64_t out_rows;
   int32_t m, n, k;
   int64_t stride;  // of the arrays
   int32_t* extents;
   void** pointers;
   float* scalars;
-  Places places[GroupedWorkspace::kPointers];
+  GroupAddresses addresses[GroupedWorkspace::kPointers];
   const float* tensor_scales[2];  // one per group, or null
   float* tensor_scales_to[2];
   RowScales row_scales;        // rows 0: none
@@ -70,7 +70,8 @@ struct TileSetUp : SetUp {
   const float** alpha_pointers;   // to alpha and beta of each group: two arrays
 };
 
-// Addresses of the matrices of b, as parameters of a launch. With kMax 0 they follow from `places`.
+// Addresses of the matrices of b, as parameters of a launch. With kMax 0 they follow from
+// `addresses`.
 template <int kMax>
 struct Addresses {
   const void* at[std::max(kMax, 1)];
@@ -85,15 +86,15 @@ constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4;
 constexpr int kFewAddresses = 448;  // parameters of less than 4 KB, the limit of older drivers
 
 // Clamps `stops`, and writes them to `ends` in shared memory. All threads of a block call it.
-__device__ inline void ClampStops(const int32_t* stops, int groups, int64_t rows, int64_t unit,
-                                  int32_t* ends) {
+__device__ inline void ClampStops(const int32_t* stops, int groups, int64_t rows,
+                                  int64_t stop_alignment, int32_t* ends) {
   __shared__ int32_t most[kThreads / kWarp];
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(groups, static_cast<int>(threadIdx.x) * each);
   const int last = min(groups, first + each);
   int32_t running = 0;
   for (int i = first; i < last; ++i) {
-    running = static_cast<int32_t>(ClampStop(stops[i], running, rows, unit));
+    running = static_cast<int32_t>(ClampStop(stops[i], running, rows, stop_alignment));
     ends[i] = running;
   }
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -133,19 +134,19 @@ template <int kListed>
 __device__ void WriteArrays(const SetUp& s, const Bounds& bounds,
                             const Addresses<kListed>& listed) {
   for (int group = threadIdx.x; group < s.groups; group += kThreads) {
-    const int64_t start = StartOf(bounds.stops, group) / s.unit;
-    const int64_t first = StartOf(bounds.ends, group) / s.unit;
+    const int64_t start = StartOf(bounds.stops, group) / s.stop_alignment;
+    const int64_t first = StartOf(bounds.ends, group) / s.stop_alignment;
     const int32_t extents[] = {LengthOf(bounds, group), s.m, s.n, s.k};
     for (int i = 0; i < GroupedWorkspace::kExtents; ++i)
       s.extents[i * s.stride + group] = extents[i];
     for (int i = 0; i < GroupedWorkspace::kPointers; ++i)
-      s.pointers[i * s.stride + group] = s.places[i].At(group, i == kOut ? first : start);
+      s.pointers[i * s.stride + group] = s.addresses[i].At(group, i == kOut ? first : start);
     if constexpr (kListed > 0)
       s.pointers[kB * s.stride + group] = const_cast<void*>(listed.at[group]);
     // The library scales the empty sum of a group without rows too, and its scale may be NaN.
     for (int i = 0; i < 2; ++i)
       if (s.tensor_scales[i] != nullptr)
-        s.tensor_scales_to[i][group * (kGemmUnit / sizeof(float))] =
+        s.tensor_scales_to[i][group * (kGemmAlignment / sizeof(float))] =
             extents[0] > 0 ? s.tensor_scales[i][group] : 0.0f;
   }
   if (threadIdx.x == 0) {
@@ -221,7 +222,7 @@ __global__ void __launch_bounds__(kThreads)
     SetUpKernel(const S s, const __grid_constant__ Addresses<kListed> listed) {
   extern __shared__ int32_t shared[];
   const Bounds bounds{shared, s.ends == nullptr ? shared : shared + s.groups};
-  ClampStops(s.stops, s.groups, s.rows, s.unit, bounds.stops);
+  ClampStops(s.stops, s.groups, s.rows, s.stop_alignment, bounds.stops);
   if (s.ends != nullptr) ClampStops(s.ends, s.groups, s.out_rows, 1, bounds.ends);
   if (blockIdx.x == 0) WriteArrays(s, bounds, listed);
   if (s.matrix_words == 0) {

@@ -24,7 +24,7 @@ struct Groups {
   const uint8_t *a, *b;  // codes
   const int32_t* stops;
   int32_t experts;
-  int64_t rows, unit;
+  int64_t rows, stop_alignment;
   int32_t* clamped;
   ExpertMaps* maps;
 };
@@ -38,7 +38,7 @@ __device__ inline void Plan(const CUtensorMap& a, const CUtensorMap& b, const Gr
   const int last = min(groups.experts, first + each);
   int32_t running = 0;
   for (int i = first; i < last; ++i) {
-    const int64_t stop = ClampStop(groups.stops[i], running, groups.rows, groups.unit);
+    const int64_t stop = ClampStop(groups.stops[i], running, groups.rows, groups.stop_alignment);
     clamped[i] = running = static_cast<int32_t>(stop);
   }
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

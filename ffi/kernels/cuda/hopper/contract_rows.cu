@@ -201,7 +201,7 @@ Status ContractRows(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmG
                             groups.stops,
                             params.experts,
                             gemm.k,
-                            blocks ? gemm.cols : kGemmUnit,
+                            blocks ? gemm.cols : kGemmAlignment,
                             stops,
                             expert_maps};
   hopper::PlanKernel<<<static_cast<unsigned>(planners), hopper::kPlanThreads, 0, exec.stream>>>(
