@@ -17,7 +17,8 @@ from qshard._core.layer_recipes import (
 )
 from qshard._core.validation import quote
 from qshard.jax._nn.dot_general import DotGeneral
-from qshard.jax._sharding.inference import Axes, MeshAxisRoles
+from qshard.jax._ops.mesh import AxisName
+from qshard.jax._sharding.inference import MeshAxisRoles
 from qshard.recipes import Recipe
 
 
@@ -26,8 +27,8 @@ def convert(
     recipe: RecipesLike,
     filter: Callable[[Any, str], bool] | None = None,
     *,
-    gather_axis: Axes = None,
-    kept_axes: Axes = None,
+    gather_axis: AxisName = None,
+    kept_axes: AxisName = None,
     einsums: Mapping[str, str] | None = None,
     rngs: Any = None,
     **options: Any,

@@ -21,7 +21,7 @@ from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.shard_spec import fold_axes, unfold
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
-Operand = QuantizedArray | jax.Array
+GemmOperand = QuantizedArray | jax.Array
 """An operand of a product: codes, or values in bfloat16."""
 
 
@@ -31,9 +31,9 @@ def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
 
 
 def gemm(
-    a: Operand,
+    a: GemmOperand,
     a_contracted: Usage,
-    b: Operand,
+    b: GemmOperand,
     b_contracted: Usage,
     dtype: Any,
     *,

@@ -16,7 +16,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._ops.custom_partitioning import local
-from qshard.jax._ops.mesh import Names, Scattered, assign_mesh_axes, assign_scatter, count_shards, names_of, sum_over
+from qshard.jax._ops.mesh import MeshAxes, Scattered, assign_mesh_axes, assign_scatter, count_shards, names_of, sum_over
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape, is_transposed, stored_block
 
@@ -141,7 +141,7 @@ class ProductSharding(NamedTuple):
     b: PartitionSpec
     out: PartitionSpec
     scattered: Scattered
-    summed: Names
+    summed: MeshAxes
 
     def sum_over_devices(self, product: jax.Array) -> jax.Array:
         return sum_over(product, self.scattered, self.summed)

@@ -17,9 +17,9 @@ from jax import lax
 
 from qshard._core.losses import INT32_RANGE, LossRule, check_num_classes, check_rows, count_classes, wrong_label
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.mesh import AxisName, types_tell
+from qshard.jax._ops.mesh import AxisName, MeshAxes, types_tell
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype
-from qshard.jax._sharding.row_partitioning import Names, RowFunction, RowSharding, on_devices
+from qshard.jax._sharding.row_partitioning import RowFunction, RowSharding, on_devices
 from qshard.op_table import table
 
 _IGNORED, _NO_CLASS = -1, -2
@@ -103,7 +103,7 @@ class RowLoss:
 
     rule: LossRule
     classes: int
-    names: Names
+    names: MeshAxes
     columns: int
 
     def losses(self, sharding: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -246,13 +246,13 @@ def rows_that_count(labels: jax.Array, ignore_index: int) -> jax.Array:
     return jnp.sum(labels != ignore_index).astype(jnp.float32)
 
 
-def count_class_shards(classes: Names) -> int:
+def count_class_shards(classes: MeshAxes) -> int:
     """The number of devices that shard classes, in `shard_map`."""
     return int(lax.axis_size(classes)) if classes else 1
 
 
 def cast_varying(
-    arrays: Sequence[jax.Array], labels: jax.Array, classes: Names
+    arrays: Sequence[jax.Array], labels: jax.Array, classes: MeshAxes
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Cast arrays and labels to vary over the same manual axes, except labels over `classes`: they are equal there."""
     own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in (*arrays, labels)]

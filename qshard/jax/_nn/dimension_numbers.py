@@ -14,7 +14,7 @@ from qshard._core.validation import WeightLayout
 from qshard.jax._ops.mesh import Spec, mesh_of, names_of, reshape, spec_of
 from qshard.recipes import Recipe, Role
 
-Axes = tuple[int, ...]
+Dims = tuple[int, ...]
 
 
 class MatrixAxes(NamedTuple):
@@ -25,12 +25,12 @@ class MatrixAxes(NamedTuple):
       w: two groups, contracted and free, in the order of `layout`.
     """
 
-    x: tuple[Axes, ...]
-    w: tuple[Axes, Axes]
+    x: tuple[Dims, ...]
+    w: tuple[Dims, Dims]
     layout: WeightLayout
 
     @classmethod
-    def of(cls, x_ndim: int, w_ndim: int, x_axes: Axes, w_axes: Axes) -> MatrixAxes:
+    def of(cls, x_ndim: int, w_ndim: int, x_axes: Dims, w_axes: Dims) -> MatrixAxes:
         """Group the axes of a product that contracts `x_axes` with `w_axes`, pairwise."""
         pairs = sorted(zip(w_axes, x_axes, strict=True))  # In the order of w, to avoid a transpose of w.
         k, n = tuple(axis for axis, _ in pairs), tuple(axis for axis in range(w_ndim) if axis not in w_axes)
@@ -39,11 +39,11 @@ class MatrixAxes(NamedTuple):
         lead = tuple((axis,) for axis in range(x_ndim) if axis not in x_axes)
         return cls((*lead, tuple(axis for _, axis in pairs)), (k, n) if layout == "KN" else (n, k), layout)
 
-    def group(self, of: Literal["N", "K"]) -> Axes:
+    def group(self, of: Literal["N", "K"]) -> Dims:
         """The free ("N") or contracted ("K") axes of w."""
         return self.w[self.layout.index(of)]
 
-    def spec(self, spec: Any, groups: tuple[Axes, ...]) -> PartitionSpec:
+    def spec(self, spec: Any, groups: tuple[Dims, ...]) -> PartitionSpec:
         """The sharding after folding: each folded axis is sharded along all mesh axes of its group, in order."""
         entries = (*spec, *[None] * sum(map(len, groups)))
         return PartitionSpec(*(_merge(entries[axis] for axis in group) for group in groups))
@@ -106,7 +106,7 @@ class MatrixAxes(NamedTuple):
         left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
-    def fold(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
+    def fold(self, x: jax.Array, groups: tuple[Dims, ...], parts: Sequence[int]) -> jax.Array:
         """Fold each group of axes into one axis, after splitting axis i into `parts[i]` parts.
 
         Part numbers come first in the folded axis, which is then sharded along the mesh axes of the group: no element

@@ -20,7 +20,7 @@ from qshard._core.validation import WeightLayout, seed_missing
 from qshard.formats import Format, Usage
 from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState
-from qshard.jax._gemm.gemm import Operand, stored_for
+from qshard.jax._gemm.gemm import GemmOperand, stored_for
 from qshard.jax._nn.linear_parallel import TensorParallelAxis
 from qshard.jax._ops.mesh import Spec, explicit_sharding, mesh_of
 from qshard.jax._ops.scheduling import name_residual
@@ -217,7 +217,7 @@ def _check_products(config: Config, w: CodedWeight, arrays: CallArrays) -> None:
 
 def quantize_role(
     config: Config, x: jax.Array, arrays: CallArrays, role: Role, usage: Usage
-) -> tuple[Operand, jax.Array | None]:
+) -> tuple[GemmOperand, jax.Array | None]:
     """Quantize x, w or dy, or round it to bfloat16. Also return its amax under delayed scaling.
 
     The matrix is zero-padded to whole blocks of rows if the recipe needs that and no mesh may shard them.
@@ -265,7 +265,7 @@ def gather_plane(config: Config, codes: Any, usage: Usage) -> Any:
     return whole
 
 
-def whole_k(config: Config, x: Operand) -> Operand:
+def whole_k(config: Config, x: GemmOperand) -> GemmOperand:
     """Reshard x to whole rows of K. XLA would gather dequantized values."""
     mesh = config.sharding.spec.mesh
     if not isinstance(x, QuantizedArray):

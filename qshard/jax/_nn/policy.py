@@ -16,13 +16,13 @@ from qshard._core.layer_recipes import RecipesLike, Rules, check_function, list_
 from qshard.formats import FLOATS
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._nn.linear import linear
-from qshard.jax._ops.mesh import spec_of
+from qshard.jax._ops.mesh import AxisName, spec_of
 from qshard.jax._ops.validation import check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._quantized.primary import PrimaryWeight
-from qshard.jax._sharding.inference import Axes, MeshAxisRoles, local_shape, sharding_of
+from qshard.jax._sharding.inference import MeshAxisRoles, local_shape, sharding_of
 from qshard.recipes import Recipe
 
 _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
@@ -186,8 +186,8 @@ class Policy:
         specs: Any,
         *,
         mesh: Any = None,
-        gather_axis: Axes = None,
-        kept_axes: Axes = None,
+        gather_axis: AxisName = None,
+        kept_axes: AxisName = None,
         **options: Any,
     ) -> None:
         mesh = jax.sharding.get_mesh() if mesh is None else mesh
@@ -208,8 +208,8 @@ class Policy:
         recipe: RecipesLike,
         *,
         filter: Callable[[Any, str], bool] | None = None,
-        gather_axis: Axes = None,
-        kept_axes: Axes = None,
+        gather_axis: AxisName = None,
+        kept_axes: AxisName = None,
         **options: Any,
     ) -> Policy:
         """Create a policy from the shapes and shardings of arrays. Call it outside of `jit`.
@@ -256,8 +256,8 @@ class Policy:
         recipe: RecipesLike,
         names: Iterable[str],
         given: dict[str, Any],
-        gather_axis: Axes,
-        kept_axes: Axes,
+        gather_axis: AxisName,
+        kept_axes: AxisName,
         options: dict[str, Any],
     ) -> None:
         if not given:

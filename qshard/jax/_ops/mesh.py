@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AxisName = str | Sequence[str] | None
 Spec = PartitionSpec | NamedSharding | None
-Names = tuple[str, ...]
+MeshAxes = tuple[str, ...]
 Scattered = tuple[tuple[int, str], ...]
 
 
@@ -117,7 +117,7 @@ def count_shards(sizes: Mapping[str, int], names: Iterable[str]) -> int:
 
 def assign_mesh_axes(
     sizes: Mapping[str, int], requests: Iterable[tuple[Iterable[str], int, int]], used: Iterable[str] = ()
-) -> list[Names]:
+) -> list[MeshAxes]:
     """Assign mesh axes to array axes: each mesh axis at most once, and only where shards are whole blocks.
 
     `requests` has for each array axis, in order of priority, the requested mesh axes, its size, and the size of a
@@ -126,7 +126,7 @@ def assign_mesh_axes(
     """
     taken, found = set(used), []
     for wanted, size, block in requests:
-        names: Names = ()
+        names: MeshAxes = ()
         for name in wanted:
             if name not in taken and size % (count_shards(sizes, (*names, name)) * block) == 0:
                 names = (*names, name)
@@ -152,7 +152,7 @@ def assign_scatter(
     return tuple(found)
 
 
-def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: Names = ()) -> jax.Array:
+def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: MeshAxes = ()) -> jax.Array:
     """Sum the local term `x` over manual mesh axes. All devices along `summed` get the sum.
 
     For each pair (array axis, mesh axes) of `scattered`, a device keeps its part of the sum along that array axis.

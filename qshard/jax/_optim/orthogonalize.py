@@ -26,7 +26,7 @@ from qshard._core.optimizers.muon_plan import STACK, assign_owners, newton_schul
 from qshard._core.placement import Box
 from qshard._core.validation import quote
 from qshard.jax._jax_internals import vmapped_mesh_axes
-from qshard.jax._ops.mesh import MeshKind, Names, count_shards, mesh_of, names_of, vary_alike
+from qshard.jax._ops.mesh import MeshAxes, MeshKind, count_shards, mesh_of, names_of, vary_alike
 from qshard.jax._optim.newton_schulz import NewtonSchulz
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import Shape
@@ -99,7 +99,7 @@ def orthogonalize_shards(
       newton_schulz: the settings.
     """
     results: list[Any] = [None] * len(matrices)
-    groups: dict[tuple[Names, ...], list[int]] = {}
+    groups: dict[tuple[MeshAxes, ...], list[int]] = {}
     parts = list(matrices)
     for i, (x, spec) in enumerate(zip(matrices, specs, strict=True)):
         if x.ndim == 3 and spec.entries[0] and x.shape[0] % STACK:  # A unit of experts is on several devices.

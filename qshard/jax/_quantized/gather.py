@@ -18,7 +18,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import WeightLayout, join_names, quote
 from qshard.formats import Format, Usage
-from qshard.jax._ops.mesh import Names, Spec, is_auto, sum_over
+from qshard.jax._ops.mesh import MeshAxes, Spec, is_auto, sum_over
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
@@ -90,7 +90,7 @@ class WeightSharding:
     """
 
     spec: ShardSpec = ShardSpec()
-    gather_axes: Names = ()
+    gather_axes: MeshAxes = ()
     layout: WeightLayout = "NK"
     grad_format: Format | None = None
 
@@ -180,7 +180,7 @@ class WeightSharding:
         return gradient
 
 
-def scatter_codes(x: jax.Array, axis: int, names: Names, fmt: Format) -> jax.Array:
+def scatter_codes(x: jax.Array, axis: int, names: MeshAxes, fmt: Format) -> jax.Array:
     """Reduce-scatter `x` along `axis` over manual mesh axes: each device sends codes, and adds in order in float32.
 
     Blocks are consecutive elements of the part for a device, which is padded with zeros to whole blocks. bfloat16 has

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard.jax._ops.mesh import Spec, explicit_sharding, names_of, spec_of
+from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, names_of, spec_of
 from qshard.jax._ops.validation import as_names
-
-Axes = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class MeshAxisRoles:
     kept_axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: str, gather_axis: Axes, kept_axes: Axes) -> MeshAxisRoles:
+    def of(cls, op: str, gather_axis: AxisName, kept_axes: AxisName) -> MeshAxisRoles:
         """Check the mesh axes that a caller passed, and assign their roles."""
         as_names(op, "gather_axis", gather_axis)
         given = gather_axis if gather_axis is None or isinstance(gather_axis, str) else tuple(gather_axis)

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
 from qshard.jax._ops.mesh import (
+    MeshAxes,
     MeshKind,
     assign_mesh_axes,
     assign_scatter,
@@ -35,8 +36,6 @@ from qshard.jax._ops.mesh import (
     types_tell,
 )
 from qshard.jax._ops.second_derivatives import second_derivative_error
-
-Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class RowSharding:
       own: whether this module partitioned the arrays, so that XLA shards none of them and JAX reduces no gradients.
     """
 
-    classes: Names = ()
-    rows: tuple[Names, ...] = ()
+    classes: MeshAxes = ()
+    rows: tuple[MeshAxes, ...] = ()
     scattered: tuple[tuple[int, str], ...] = ()
     own: bool = False
 
@@ -101,7 +100,7 @@ class RowSharding:
 
     def spec(self, form: str, *, is_sum: bool = False) -> PartitionSpec:
         """Return the PartitionSpec of an array of this form. `is_sum`: the array is a result."""
-        entries: list[Names] = []
+        entries: list[MeshAxes] = []
         for word in form.split():
             entries += self.rows if word == "rows" else [self.classes if word == "classes" else ()]
         if is_sum and form == "classes K":
@@ -139,7 +138,7 @@ class RowFunction:
 
 
 def on_devices(
-    function: RowFunction, classes: Names, *operands: jax.Array, spreads: bool = True
+    function: RowFunction, classes: MeshAxes, *operands: jax.Array, spreads: bool = True
 ) -> tuple[jax.Array, ...]:
     """Run a row function on the rows and classes that each device has.
 
@@ -159,7 +158,7 @@ def on_devices(
     return made
 
 
-def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def _spread(function: RowFunction, classes: MeshAxes, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     kind = MeshKind.of(operands[0])
     if kind is MeshKind.MIXED and not classes:
         _check_mixed(function, operands)
@@ -250,11 +249,11 @@ def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tu
     return made
 
 
-def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[Names]:
+def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[MeshAxes]:
     """Return the mesh axes that shard the examples of each `vmap`."""
-    found: list[Names] = []
+    found: list[MeshAxes] = []
     for depth, level in enumerate(levels):
-        names: Names = ()
+        names: MeshAxes = ()
         for i, flag in enumerate(level):
             if flag and not names:
                 names = names_of(specs[i][sum(outer[i] for outer in levels[:depth])])
