@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines vllm trainers notebooks docs cu gpu cudacheck bench report lint format tree cross wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines vllm trainers notebooks docs cu gpu cudacheck gpufuzz bench report lint format tree cross wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
@@ -158,6 +158,10 @@ cudacheck:  ## on a machine with CUDA and this package: call every op under comp
 	    $(CUDACHECK) --tool $$tool $(PYTHON) -P -m pytest --gpu -m gpu -k "every_combination or loop_over_experts" \
 	        tests/gpu/test_gemm_gpu.py tests/gpu/test_grouped_gpu.py || exit 1; \
 	done
+
+GPUFUZZ_FLAGS = $(if $(CALLS),--calls $(CALLS)) $(if $(SEED),--seed $(SEED))
+gpufuzz:  ## on a machine with CUDA and this package: compare random calls of every op with the CPU, bit for bit; CALLS=n SEED=n
+	$(PYTHON) -P tests/fuzz/fuzz_devices.py $(GPUFUZZ_FLAGS)
 
 BENCH_NEEDS := $(STAMP)run $(STAMP)package
 bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report

@@ -111,10 +111,10 @@ Error CastSlices(const Call<Platform>& call, bool random) {
 
 }  // namespace
 
-// amax has the grids of all weights, then, for `whole` "tensor" or "row", one amax per weight or
-// per row of each weight. Each value becomes the maximum of itself and the slice's elements in that
-// block. Zeros stay where the slice has no element, so an integer max over ranks gives the amaxes
-// of the whole weights.
+// amax has the grids of all weights, then, for `whole` "tensor" or "row", which need blocks, one
+// amax per weight or per row of each weight. Each value becomes the maximum of itself and the
+// slice's elements in that block. Zeros stay where the slice has no element, so an integer max over
+// ranks gives the amaxes of the whole weights.
 QSHARD_DEFINE_OP(amax_slices) {
   const std::string_view whole = call.text("whole");
   Slices slices;
@@ -123,6 +123,9 @@ QSHARD_DEFINE_OP(amax_slices) {
                                   : whole == "row"  ? WholeAmax::kRow
                                                     : WholeAmax::kNone,
                                   false, &slices));
+  QSHARD_REQUIRE(slices.rule.whole == WholeAmax::kNone || slices.rule.block_rows > 0, call.op(),
+                 ": whole (", whole, ") needs blocks, but blocks of 0x0 cover the whole weight; ",
+                 "pass whole='none', or the sizes of a block");
   QSHARD_RETURN_IF_ERROR(call.InPlace(0));
   int64_t amaxes;
   QSHARD_REQUIRE(!__builtin_add_overflow(slices.blocks, slices.wholes, &amaxes) &&

@@ -14,6 +14,7 @@ import qshard
 from qshard import _ffi
 from qshard.formats import E4M3
 from qshard.torch_bridge._ops.bind import into, ops
+from support.device_bits import compare
 
 OPS = torch.ops.qshard
 CAST = {"element": E4M3.name}
@@ -29,6 +30,11 @@ def test_drawn_calls_do_no_harm(tmp_path):
     command = [sys.executable, "-P", str(FUZZ), "--calls", "3000", "--progress", str(progress)]
     run = subprocess.run(command, text=True, capture_output=True, check=False)
     assert run.returncode == 0, f"call {progress.read_text()}: {run.stdout}{run.stderr}"
+
+
+def test_random_calls_repeat_their_bits():
+    """`make gpufuzz` compares the CPU with the GPU by the same function."""
+    assert compare("cpu", 100, seed=0) == []
 
 
 def amax_slices(amax, starts, x, shapes, block=(0, 0), whole="none", ops=OPS):
@@ -50,6 +56,13 @@ HUGE = {
 def test_sizes_from_attributes_are_multiplied_with_care(case):
     with pytest.raises(ValueError, match=r"amax_slices: (amax|shapes)"):
         HUGE[case]()
+
+
+@pytest.mark.parametrize("whole", ["tensor", "row"])
+def test_amaxes_of_whole_weights_need_blocks(whole):
+    """No format has both, and on GPUs the amaxes of rows were written elsewhere."""
+    with pytest.raises(ValueError, match=rf"^amax_slices: whole \({whole}\) needs blocks, but .*; pass whole='none'"):
+        amax_slices(torch.zeros(9), WORDS[:1], [torch.ones(64)], (8, 8), whole=whole)
 
 
 @pytest.mark.parametrize("shape", [(1, 2**59), (2**59, 1), (0, 2**62), (2**62, 0), (2**40, 2**40)], ids=str)

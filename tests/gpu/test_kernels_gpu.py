@@ -25,6 +25,13 @@ def test_bits_are_those_of_the_reference():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_random_calls_have_the_bits_of_the_cpu():
+    script = Path(__file__).parent.parent / "fuzz" / "fuzz_devices.py"
+    command = [sys.executable, "-P", str(script), "--calls", "3000", "--workers", "2"]
+    run = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.fixture
 def operands():
     x = torch.randn(512, 768, device="cuda", dtype=torch.bfloat16)

@@ -109,6 +109,8 @@ def legal(options: dict[str, Any], row: Any) -> bool:
         return False
     if options.get("keeps") == "remainder" and options["update"]:
         return False
+    if options.get("whole", "none") != "none" and options.get("block_rows") == 0:
+        return False
     block = options.get("block_rows"), options.get("block_cols")
     packed = element is E2M1 and row.name.startswith(("quantize_block", "quantize_square"))
     if packed and any(side and side > 1 and (side % 2 or side > 256) for side in block):
