@@ -1,4 +1,4 @@
-"""Random calls of every op on the CPU and on the GPU: results have the same bits, and errors the same type.
+"""Random calls of every op on the CPU and on the GPU: both give the same bits, or both refuse the call.
 
     python -P tests/fuzz/fuzz_devices.py --calls 100000 --workers 8 --seed 1
 
