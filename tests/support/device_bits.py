@@ -26,12 +26,15 @@ ANY_VALUE: dict[str, tuple[Any, ...]] = {
     "int": NUMBERS,
     "float": (-1.0, 0.0, 1e-30, 0.5, 448.0, 1e30, math.inf, math.nan),
 }
+HINTS = ("transposed",)
+"""Attributes that promise what the operands are: a drawn operand would break the promise."""
 OPS = [name for name in draws.SPECS if name not in (*draws.IN_ANY_ORDER, *op_calls.OWN_EXPONENTIALS)]
 
 
 def any_attribute(name: str, rng: random.Random) -> dict[str, Any]:
     """Return an attribute of an op with any value of its type, and in three calls of four none."""
-    attributes = {one: kind for one, (kind, *_) in draws.SPECS[name].attributes.items() if kind in ANY_VALUE}
+    row = draws.SPECS[name].attributes
+    attributes = {one: kind for one, (kind, *_) in row.items() if kind in ANY_VALUE and one not in HINTS}
     if not attributes or rng.random() > 0.25:
         return {}
     one = rng.choice(sorted(attributes))
@@ -41,7 +44,7 @@ def any_attribute(name: str, rng: random.Random) -> dict[str, Any]:
 def results_on(
     device: str, name: str, number: int, lengths: tuple[int, ...], changed: dict[str, Any], way: str, is_split: bool
 ) -> Any:
-    """Return the arrays of a drawn call; "refused" if it raises, and "large" if its results are too large to compare."""
+    """Return the arrays of a drawn call; "refused" if it raises; "large" if its results are too large to compare."""
     made = filled(draws.draw(draws.SPECS[name], number, lengths=lengths), number)
     made.options |= changed
     op_calls.device = device
