@@ -49,6 +49,7 @@ class DelayedScale(Float32Buffers):
       stepped: for a weight: an optimizer has stepped since the last update.
       stepper: for a weight: `id` of that optimizer.
       group: the ranks that train the layer, if a `ZeroOptimizer` or DistributedDataParallel has set them.
+      on_load: casts the weights of the model's `ZeroOptimizer` by loaded scales; None without one.
 
     Raises:
       TypeError: `recipe` is not a `DelayedScaling`, or `role` is not a `Role`.
@@ -79,6 +80,7 @@ class DelayedScale(Float32Buffers):
         }
         self.stepped, self.stepper = False, 0
         self.group: dist.ProcessGroup | None = None
+        self.on_load: Callable[[], None] | None = None
         self._asked = False  # True if a sharded weight waits to learn whether it has a scale.
         self._made: int | None = None  # The version of `scale` at which it was known to exist.
         self._look: _ScaleReadback | None = None
@@ -122,10 +124,10 @@ class DelayedScale(Float32Buffers):
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the fields that belong to this process."""
-        return {**super().__getstate__(), "_made": None, "_look": None, "group": None}
+        return {**super().__getstate__(), "_made": None, "_look": None, "group": None, "on_load": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"group": None, **state})  # Older files lack `group`.
+        super().__setstate__({"group": None, "on_load": None, **state})  # Older files lack them.
         self.restore_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScale:

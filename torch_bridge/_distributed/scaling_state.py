@@ -71,7 +71,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy a state from `scaling_state` into the layers of `model`: all of it, or nothing if it raises.
 
     The models must have the same layers and recipes; devices may differ. Each rank loads its own copy, without
-    communication.
+    communication. Under a `ZeroOptimizer` weights are cast again by the loaded scales: then it is collective.
 
     Raises:
       TypeError: `model` is not a module, or `state` is not a dict.
@@ -106,6 +106,9 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if isinstance(buffer, DTensor) and not isinstance(given, DTensor):
             given = wrapped_like(buffer, given[local_box(buffer).slices].to(buffer.device))
         buffer.copy_(given)
+    scales = [module for module in model.modules() if hasattr(module, "scaling_buffers")]
+    for on_load in {getattr(scale, "on_load", None) for scale in scales} - {None}:
+        on_load()
 
 
 def _named_recipes(model: nn.Module) -> dict[str, tuple[str, bool]]:

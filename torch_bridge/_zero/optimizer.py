@@ -385,8 +385,12 @@ class ZeroOptimizer(Adam):
         self._stale = True
 
     def _renew(self) -> None:
-        """Publish masters that were loaded. Collective if there are any; all ranks load alike."""
-        if self._stale or (self._ranks.size == 1 and any(flat.is_written for flat in self._flats)):
+        """Publish masters or delayed scales that were loaded. Collective if there are any; all ranks load alike."""
+        if (
+            self._stale
+            or self._delayed.are_scales_written
+            or (self._ranks.size == 1 and any(flat.is_written for flat in self._flats))
+        ):
             self._publish()
 
     @torch.no_grad()

@@ -234,9 +234,10 @@ def watch(
             _watch_uses(unit, flat, schedule, parity, renew)
     _watch_model(model, schedule, renew)
     _watch_moves(model, [weight for flat in flats for weight in flat.weights])
+    on_load = Hook(weakly(renew))
     for module in modules_of(model):
         if isinstance(module, DelayedScale):
-            module.group = flats[0].ranks.group
+            module.group, module.on_load = flats[0].ranks.group, on_load
 
 
 def _watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:

@@ -256,6 +256,7 @@ class SliceCast:
             rounded_to = dtype_name(w.dtype) if parity == "model" else None
             slices.append(FlatSlice(w.shape, w.fmt, start=w.start, rounded_to=rounded_to, is_stack=w.is_stack))
         self._flat = FlatPlan(slices, device)
+        self._versions: list[int] = []
 
     def cast(self, group: dist.ProcessGroup | None) -> None:
         """Cast all slices, with one max-reduction of amaxes if scales must be computed."""
@@ -276,6 +277,15 @@ class SliceCast:
         both = [zip(own[1:], new[1:], strict=True) for own, new in zip(self._planes, scales, strict=True)]
         pairs = [(old, new) for pair in both for old, new in pair if old is not None]
         torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
+        self._versions = self._scale_versions()
+
+    @property
+    def are_scales_written(self) -> bool:
+        """True if torch has written to delayed scales since the last cast, for example by `load_scaling_state`."""
+        return self._versions != self._scale_versions()
+
+    def _scale_versions(self) -> list[int]:
+        return [state.scale._version for state in self.delayed]
 
     def observe(self) -> None:
         """Record the amaxes of the slices; `update_delayed` reduces them to amaxes of whole weights."""
