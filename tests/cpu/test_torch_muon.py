@@ -180,6 +180,21 @@ def test_groups_have_settings_of_their_own_and_choose_an_algorithm():
     assert found == [("muon", 0.5, 0.95), ("adamw", 1e-3, 0.95), ("muon", 1e-3, 0.5), ("adamw", 2.0, 0.95)]
 
 
+def test_a_group_of_adamw_keeps_its_settings():
+    """Of a group that has matrices for Muon, too, `lr` is Muon's."""
+    model, adamw = model_of(), {"lr": 1e-3, "weight_decay": 0.1}
+    layer = dict(model["layer"][0].named_parameters(prefix="layer"))
+    rest = {"params": [("layer.bias", layer["layer.bias"])], "lr": 1e-4, "weight_decay": 0.0, "betas": (0.9, 0.95)}
+    optimizer = Muon([rest], adamw=adamw)
+    both = Muon([rest | {"params": layer.items()}], adamw=adamw)
+    found = [
+        [(group["algorithm"], group["lr"], group["weight_decay"], group["betas"]) for group in each.param_groups]
+        for each in (optimizer, both)
+    ]
+    own, of_adamw = (1e-4, 0.0, (0.9, 0.95)), (1e-3, 0.0, (0.9, 0.95))
+    assert found == [[("adamw", *own)], [("muon", *own), ("adamw", *of_adamw)]]
+
+
 def test_states_copy_and_load():
     model = model_of()
     optimizer = Muon(model.named_parameters(), lr=0.02)

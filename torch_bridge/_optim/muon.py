@@ -54,7 +54,8 @@ class Muon(Adam):
       rules: algorithms by pattern of the names of parameters, such as `{"*.router.*": "adamw"}`; patterns as in
         `convert`. Without a rule, Muon updates matrices and stacks of matrices, except for embeddings and heads.
       adamw: settings of `AdamW` that differ: `lr`, `weight_decay`, `betas`, `eps` (1e-8), `exp_avg_dtype`,
-        `exp_avg_sq_dtype`.
+        `exp_avg_sq_dtype`. Settings of a parameter group come first, but for `lr` and `eps` of a group that has
+        matrices for Muon, too.
       ns_fp8_steps: the first steps of Newton-Schulz that multiply in FP8, at most `ns_steps`. 3 of 5 add little to the
         error of bfloat16, and 4 or 5 are coarse: docs/muon.md has errors and times.
       ns_fp8_min_side: the smallest side of a matrix that multiplies in FP8. Smaller matrices stay in bfloat16, which is
@@ -167,7 +168,9 @@ class Muon(Adam):
             for algorithm, pairs in members.items():
                 if pairs:
                     of_adamw = self._adamw if algorithm == core.ADAMW else {}
-                    settings = {**of_adamw, **given} if chosen else {**given, **of_adamw}
+                    settings = {**of_adamw, **given}
+                    if members[core.MUON]:  # Both rules have these settings: the group's are those of Muon.
+                        settings |= {name: of_adamw[name] for name in ("lr", "eps") if name in of_adamw}
                     params = [parameter if name is None else (name, parameter) for name, parameter in pairs]
                     super().add_param_group({**settings, "params": params, "algorithm": algorithm})
                     _check_group(self._op, self.param_groups[-1], pairs)
