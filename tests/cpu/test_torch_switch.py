@@ -104,6 +104,15 @@ def test_compiled(then):
             compiled(x).sum().backward()
 
 
+def test_codes_get_delayed_scales():
+    """Frozen codes are those of both recipes. `x` of ones has the same scale before and after."""
+    model = qt.freeze(qt.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "CurrentScaling"))
+    x = torch.ones(4, 64)
+    want = model(x)
+    assert torch.equal(qt.switch_recipe(model, "DelayedScaling")(x), want)
+    assert [str(layer.recipe) for layer in model] == ["DelayedScaling()"] * 2
+
+
 def test_seeds_stay_or_are_drawn():
     model = qt.convert(nn.Sequential(nn.Linear(32, 32)), "NVFP4")
     seed = model[0].seed

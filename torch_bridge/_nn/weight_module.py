@@ -194,11 +194,15 @@ class WeightModule(Extends):
     def _begin_delayed(self, state: ScaleState | None) -> None:
         self._modules.pop("delayed", None)
         if self.recipe is not None and self.recipe.stateful:
-            assert state is not None
-            assert state.delayed is not None
-            experts, device = state.shape[0] if len(state.shape) > 2 else None, state.delayed.scale.device
-            own = {r.value: DelayedScale(self.recipe, r, device, experts) for r in ROLES if r is not Role.WEIGHT}
-            self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
+            if state is None:  # Codes have none.
+                codes = next(weight for weight in self._parameters.values() if weight is not None)
+                shape, device, of_weight = tuple(codes.shape), codes.device, None
+            else:
+                assert state.delayed is not None
+                shape, device, of_weight = state.shape, state.delayed.scale.device, state.delayed
+            experts = shape[0] if len(shape) > 2 else None
+            made = {role.value: DelayedScale(self.recipe, role, device, experts) for role in ROLES}
+            self.delayed = nn.ModuleDict(made | ({} if of_weight is None else {Role.WEIGHT.value: of_weight}))
 
     def _empty_seed(self) -> Tensor:
         """Return the buffer of a seed, without a value."""
