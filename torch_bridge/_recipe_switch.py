@@ -22,7 +22,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._distributed.scaling_state import plain_name
 from qshard.torch_bridge._distributed.tensor_shards import check_sharding
-from qshard.torch_bridge._experts.layer import GroupedLinear
+from qshard.torch_bridge._experts.layer import GroupedLinear, unfit_grouped_layers
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.stacked_layer import StackedExperts
 from qshard.torch_bridge._fsdp.code_gather import device_of
@@ -166,7 +166,9 @@ def _changes(model: nn.Module, recipe: Any) -> list[_Change]:
     rules.check_used(names.values())
     given = {name: pattern for name in layers if (pattern := rules.pattern_of(*names[name])) is not None}
     new = {name: rules.recipes[pattern] for name, pattern in given.items()}
-    reasons = {name: why for name, own in new.items() if (why := _unfit(layers[name], own)) is not None}
+    of_experts = unfit_grouped_layers(model, {layers[name]: own for name, own in new.items()})
+    whys = {name: _unfit(layers[name], own) or of_experts.get(layers[name]) for name, own in new.items()}
+    reasons = {name: why for name, why in whys.items() if why is not None}
     if reasons:
         raise ValueError(
             f"{OP}: {len(reasons)} of {len(new)} layers cannot have the recipe: {list_layers(reasons)}; leave them out "

@@ -240,7 +240,41 @@ def test_what_cannot_be_frozen():
         qt.freeze(model_of())
     with pytest.raises(ValueError, match=r"freeze: 0.weight is sharded or primary"):
         qt.freeze(qt.convert(model_of(), "MXFP8", primary=True))
+    model = qt.convert(model_of(), "MXFP8")
+    optimizer = qt.ZeroOptimizer(model)
+    with pytest.raises(ValueError, match=r"freeze: the weights of model \(Sequential\) belong to ZeroOptimizer; load"):
+        qt.freeze(model)
+    del optimizer
+    tied = tied_of(0)
+    assert qt.freeze(tied)[0].weight is tied[1].weight
+
+
+def test_experts_in_3d_parameters_keep_their_values():
+    moe = qt.MoE(64, 64, num_experts=2, top_k=1, recipe="MXFP8", stacked=True)
+    with pytest.raises(ValueError, match=r"with a weight of its own; 0.w13.experts has experts in a 3-D parameter"):
+        qt.freeze(nn.ModuleList([moe]))
+    linear = qt.convert(nn.ModuleList([nn.Linear(64, 64)]), "MXFP8")[0]
+    named = r"freeze: moe.w13.experts, moe.w2.experts \(experts in 3-D parameters\) keep their values"
+    with pytest.warns(UserWarning, match=named) as warned:
+        qt.freeze(nn.ModuleDict({"linear": linear, "moe": moe}))
+    assert warned[0].filename == __file__
+    assert isinstance(linear.weight, qt.QuantizedTensor)
+
+
+def tied_of(seed):
+    torch.manual_seed(seed)
     tied = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
     tied[1].weight = tied[0].weight
-    qt.freeze(qt.convert(tied, "MXFP8"))
-    assert tied[0].weight is tied[1].weight
+    return qt.convert(tied, "MXFP8")
+
+
+@pytest.mark.parametrize("names", [("0.weight", "1.weight"), ("0.weight",), ("1.weight",)])
+def test_tied_weights_stay_tied(names, tmp_path):
+    """A file may have either name, or both: `to_plain` copies what would share memory."""
+    source = tied_of(0)
+    codes = qt.quantized_state_dict(source)
+    tensors, metadata = qt.to_plain({name: codes[name] for name in (*names, "0.bias", "1.bias")})
+    save_file(tensors, tmp_path / "w.safetensors", metadata)
+    model = qt.load_quantized(tied_of(1), tmp_path / "w.safetensors")
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model(torch.ones(32, 128)), source(torch.ones(32, 128)))

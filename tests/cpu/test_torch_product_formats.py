@@ -8,7 +8,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard.recipes import MXFP8, NVFP4, Recipe
-from qshard.torch_bridge import Linear, ZeroOptimizer, convert, linear, numerics_of, swiglu
+from qshard.torch_bridge import (
+    GroupedLinear,
+    Linear,
+    MoE,
+    ZeroOptimizer,
+    convert,
+    linear,
+    numerics_of,
+    swiglu,
+    switch_recipe,
+)
 
 TAIL = NVFP4(wgrad="bf16")
 
@@ -25,6 +35,18 @@ class Casts(TorchDispatchMode):
             self.names.append(func.__name__.removesuffix(".default"))
             self.shapes.append(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
+
+
+def test_experts_of_separate_weights_are_refused():
+    """As experts in 3-D parameters are: before, the first call raised."""
+
+    def moe():
+        return nn.ModuleList([MoE(64, 64, num_experts=2, top_k=1, recipe="MXFP8")])
+
+    layers = convert(nn.ModuleList([nn.Linear(64, 64)]), TAIL)
+    for call in (lambda: convert(moe(), TAIL), lambda: switch_recipe(moe(), TAIL), lambda: GroupedLinear.of(layers)):
+        with pytest.raises((ValueError, NotImplementedError), match="has formats of single products"):
+            call()
 
 
 def test_planes_that_no_product_reads_are_not_cast():

@@ -17,6 +17,7 @@ from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
 from qshard.torch_bridge._convert.weight_checks import ChosenWeight, check_weights
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
+from qshard.torch_bridge._experts.layer import unfit_grouped_layers
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.heads import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._modules import extend_class
@@ -111,6 +112,10 @@ def convert(
             reasons[name] = reason
         elif own is not None:
             recipes[name] = own
+    unfit = unfit_grouped_layers(model, {candidates[name].module: own for name, own in recipes.items()})
+    for name in [name for name in recipes if candidates[name].module in unfit]:
+        del recipes[name]
+        reasons[name] = unfit[candidates[name].module]
     experts = {name: candidates[name].module for name in recipes if is_experts(candidates[name].module)}
     linears = {name: candidates[name].module for name in recipes if name not in experts}
     tied = _find_tied(model, linears)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from os import PathLike
 from typing import Any
 
@@ -20,6 +21,7 @@ from qshard.torch_bridge._distributed.dtensor import local_box, local_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.linear import WeightLayer
+from qshard.torch_bridge._nn.weight_module import WeightModule
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_model
 
@@ -76,7 +78,11 @@ def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool 
     targets = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     layers = {f"{name}.weight" if name else "weight": each for name, each in _layers(model).items()}
     targets = {name: each for name, each in targets.items() if not _is_scaling_state(name, layers)}
-    _check_names(targets, reader, strict)
+    tied: dict[int, list[str]] = {}  # Names of one parameter. The file may have any of them.
+    for name, target in targets.items():
+        tied.setdefault(id(target), []).append(name)
+    in_file = {id(each) for name, each in targets.items() if name in reader.weights or name in reader.arrays}
+    _check_names(targets, {name for name, each in targets.items() if id(each) in in_file}, reader, strict)
     there = {name: each for name, each in targets.items() if name in reader.weights or name in reader.arrays}
     for name, target in there.items():
         _check_shape(reader, name, target)
@@ -85,9 +91,12 @@ def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool 
     codes = {name: _codes(reader, name, layers[name]) for name in there if _takes_codes(name, reader, layers)}
     for name, target in there.items():
         if name in codes:
-            layer = layers[name]
             weight = nn.Parameter(codes[name].to(target.device), requires_grad=False)
-            layer.register_parameter("weight", weight)
+            for shared in tied[id(target)]:
+                if shared in layers:
+                    layers[shared].register_parameter("weight", weight)
+                else:  # It has no use for codes.
+                    _copy_values(reader, name, target)
         else:
             _copy_values(reader, name, target)
     return model
@@ -100,7 +109,7 @@ def freeze(model: nn.Module) -> nn.Module:
     Every call of a converted layer quantizes its weight, because any write to it must count. `freeze` ends that: the
     weight becomes a `QuantizedTensor` parameter without gradient, and its values are freed. Outputs have the same bits.
     An op that writes to a frozen weight raises. An optimizer that was built before still has the old parameters, and
-    updates no weight of the model.
+    updates no weight of the model. Experts in 3-D parameters keep their values, with a warning.
 
     Args:
       model: after `convert`, not sharded.
@@ -110,17 +119,30 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Raises:
       TypeError: `model` is not a module.
-      ValueError: no layer of the model has a weight to freeze, or a weight is sharded or primary.
+      ValueError: no layer of the model has a weight to freeze; a weight is sharded or primary; or the weights belong to
+        a `ZeroOptimizer` or to `FullyShardedDataParallel`.
 
     >>> from qshard.torch_bridge import convert
     >>> freeze(convert(nn.Sequential(nn.Linear(32, 32)), "MXFP8"))[0].weight
     QuantizedTensor(MXFP8_32x32[nonfinite=nan], shape=(32, 32), dtype=torch.float32, device=cpu)
     """
     check_model("freeze", model)
+    if (owner := _owner_of(model)) is not None:
+        raise ValueError(
+            f"freeze: the weights of model ({type(model).__name__}) belong to {owner}; load its state dict into a "
+            "converted model without it, and freeze that"
+        )
     layers = _layers(model)
     weights = {name: layer for name, layer in layers.items() if not isinstance(layer.weight, QuantizedTensor)}
+    others = ((name, each) for name, each in model.named_modules() if name not in layers)
+    stacks = [name for name, each in others if isinstance(each, WeightModule) and each.recipe is not None]
     if not layers:
-        raise ValueError("freeze: the model has no converted layer; call convert(model, recipe) first")
+        reason = f"{stacks[0] or 'the model'} has experts in a 3-D parameter" if stacks else "call convert first"
+        raise ValueError(f"freeze: the model has no converted layer with a weight of its own; {reason}")
+    if stacks:
+        more = f" and {len(stacks) - NAMED} more" if len(stacks) > NAMED else ""
+        named = ", ".join(stacks[:NAMED])
+        warnings.warn(f"freeze: {named}{more} (experts in 3-D parameters) keep their values", stacklevel=3)
     for name, layer in weights.items():
         local = local_of(layer.weight)
         if isinstance(layer.weight, DTensor) or not isinstance(local, ShardedWeight) or local.scale_state.primary:
@@ -136,14 +158,18 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_owner(model: nn.Module) -> None:
-    """Raise if the weights of a model are copies or shards that belong to an optimizer or a wrapper."""
+def _owner_of(model: nn.Module) -> str | None:
+    """Return the optimizer or wrapper that owns the weights of a model, which are copies or shards of its own."""
     owner = "FullyShardedDataParallel" if is_flattened_model(model) else None
     for module in model.modules():
         owned = (each for each in module._parameters.values() if each is not None and each.requires_grad)
         if "zero_unit" in vars(module) or any(isinstance(each, QuantizedTensor) for each in owned):
             owner = "ZeroOptimizer"
-    if owner is not None:
+    return owner
+
+
+def _check_owner(model: nn.Module) -> None:
+    if (owner := _owner_of(model)) is not None:
         raise ValueError(
             f"{OP}: the weights of model ({type(model).__name__}) belong to {owner}; load before convert, which gives "
             f"the model values, then call convert and {owner}, or shard it with fully_shard"
@@ -212,9 +238,10 @@ def _from_numpy(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values)
 
 
-def _check_names(targets: dict[str, Tensor], reader: CheckpointReader, strict: bool) -> None:
+def _check_names(targets: dict[str, Tensor], present: set[str], reader: CheckpointReader, strict: bool) -> None:
+    """Raise if a tensor has no partner. The file has `present`, perhaps under the name of a tied tensor."""
     there = reader.weights.keys() | reader.arrays.keys()
-    missing = [name for name in targets if name not in there]
+    missing = [name for name in targets if name not in present]
     extra = [name for name in there if name not in targets and not name.rpartition(".")[2].endswith("_scale")]
     if len(missing) == len(targets) or (strict and (missing or extra)):
         which, of = (missing, "the model") if missing else (sorted(extra), "the checkpoint")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from qshard._core.validation import quote
-from qshard.recipes import RecipeLike, as_recipe
+from qshard.recipes import NO_PRODUCTS, Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup
 from qshard.torch_bridge._experts.expert_parallel import LocalExperts, local_experts
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
@@ -101,6 +101,7 @@ class GroupedLinear(nn.Module):
                 f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers of one recipe "
                 "and shape, all with bias or none; call convert on them first"
             )
+        as_recipe(of[0].recipe, "GroupedLinear.of", by_product=False)
         return self
 
     def forward(self, input: Tensor, group_sizes: Tensor | GroupedRows) -> Tensor:
@@ -157,3 +158,11 @@ def _stacked_biases(layers: Iterable[Linear], dtype: torch.dtype | None) -> Tens
     """
     each = [cast(Tensor, layer.bias) for layer in layers]
     return torch.stack(each if dtype is None else [bias.to(dtype) for bias in each])
+
+
+def unfit_grouped_layers(model: nn.Module, recipes: Mapping[nn.Module, Recipe | None]) -> dict[nn.Module, str]:
+    """Return the layers of experts in `model` that cannot have their new recipe, and the reason."""
+    lists = [module.experts for module in model.modules() if isinstance(module, GroupedLinear)]
+    experts = [each for layers in lists if not isinstance(layers, StackedExperts) for each in layers]
+    new = {each: recipes.get(each) for each in experts}
+    return {each: f"{own} {NO_PRODUCTS}" for each, own in new.items() if own is not None and own.by_product}

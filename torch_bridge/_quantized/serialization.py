@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from qshard._core import serialization
 from qshard._core.quantize_steps import Plane
@@ -23,8 +24,8 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
     Returns:
       The tensors, by names such as `w.rowwise.data`, and the metadata, a dict with one string. `_core.serialization`
-      defines the names. Memory is shared with `values`, except that parts of one tensor never share memory, as
-      safetensors requires. A stale columnwise plane counts as absent and is left out.
+      defines the names. Memory is shared with `values`, except that no two results share memory, as safetensors
+      requires: a tied weight is copied. A stale columnwise plane counts as absent and is left out.
 
     Raises:
       TypeError: `values` is not a dict, or a value is a dict or list of quantized tensors.
@@ -44,7 +45,8 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
     With safetensors: `save_file(tensors, "w.safetensors", metadata)`.
     """
-    return serialization.plain(values, _parts_of)
+    tensors, metadata = serialization.plain(values, _parts_of)
+    return _unshared(tensors), metadata
 
 
 def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -73,19 +75,25 @@ def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
     if not isinstance(value, QuantizedTensor):
         return None
-    seen: set[int] = set()
-
-    def own(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        memory = part.untyped_storage().data_ptr()
-        if memory in seen:
-            return part.clone()
-        seen.add(memory)
-        return part.detach().contiguous()
-
     description, planes = value.describe()
-    return description, {usage: Plane(*map(own, parts)) for usage, parts in planes.items()}
+    contiguous = {
+        usage: Plane(*(None if part is None else part.detach().contiguous() for part in parts))
+        for usage, parts in planes.items()
+    }
+    return description, contiguous
+
+
+def _unshared(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with copies of the tensors that are in the memory of an earlier one."""
+    seen: set[int] = set()
+    found = dict(values)
+    for name, value in values.items():
+        if type(value) in (Tensor, Parameter) and value.numel():
+            memory = value.untyped_storage().data_ptr()
+            if memory in seen:
+                found[name] = value.detach().clone()
+            seen.add(memory)
+    return found
 
 
 def _restore_tensor(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
