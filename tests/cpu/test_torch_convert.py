@@ -414,3 +414,12 @@ def test_weights_that_torch_nn_utils_computes(change, undo):
     for each in (plain, layer):
         undo(each)
     assert torch.equal(layer(x), linear(x, plain.weight, plain.bias, RECIPE))
+
+
+def test_a_replaced_weight_warns():
+    """FSDP2 would gather its values. `convert` wraps it again."""
+    model = convert(nn.Sequential(nn.Linear(64, 64)), "MXFP8")
+    with pytest.warns(UserWarning, match="Linear: the converted weight is replaced by a plain parameter") as warned:
+        model[0].weight = nn.Parameter(torch.ones(64, 64))
+    assert warned[0].filename == __file__
+    assert type(convert(model, "MXFP8")[0].weight) is ShardedWeight

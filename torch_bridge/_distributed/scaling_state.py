@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,8 +107,10 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             given = wrapped_like(buffer, given[local_box(buffer).slices].to(buffer.device))
         buffer.copy_(given)
     scales = [module for module in model.modules() if hasattr(module, "scaling_buffers")]
-    for on_load in {getattr(scale, "on_load", None) for scale in scales} - {None}:
-        on_load()
+    casts: set[Callable[[], None] | None] = {getattr(scale, "on_load", None) for scale in scales}
+    for on_load in casts:
+        if on_load is not None:
+            on_load()
 
 
 def _named_recipes(model: nn.Module) -> dict[str, tuple[str, bool]]:

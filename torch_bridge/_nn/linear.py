@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
@@ -67,7 +68,7 @@ class WeightLayer(WeightModule):
 
         Some shardings copy the weight, and DTensor copies to a plain tensor, which is wrapped again here. Whether the
         layer can run with this sharding is checked in `forward`, because a weight that is gathered before may have any
-        sharding.
+        sharding. A plain parameter has no scaling state, so sharding would gather its values: this warns.
         """
         old: Any = self._parameters.get("weight")
         new: Any = param
@@ -77,6 +78,12 @@ class WeightLayer(WeightModule):
             state.passes.watch()  # Their forward passes share one reduction of amaxes.
             if not isinstance(local_of(new), ShardedWeight):
                 param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
+        elif name == "weight" and type(new) is nn.Parameter and isinstance(local_of(old), ShardedWeight):
+            warnings.warn(
+                f"{type(self).__name__}: the converted weight is replaced by a plain parameter, which FSDP2 would gather "
+                "as values; write to weight.data instead, or call convert(model, recipe) again",
+                stacklevel=3,
+            )
         super().register_parameter(name, param)
 
     def named_modules(
