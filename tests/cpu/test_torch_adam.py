@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from qshard.formats import FP8_E4M3  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
-from qshard.torch_bridge import Adam, ShardedWeight, convert, quantize  # noqa: E402
+from qshard.torch_bridge import Adam, AdamW, Muon, ShardedWeight, convert, quantize  # noqa: E402
 
 SHAPES = [(8, 300), (17,), (), (4, 128), (3, 5, 7)]
 FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
@@ -217,3 +217,28 @@ def test_errors():
     with pytest.raises(TypeError, match="int32"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_a_write_to_a_parameter_reaches_its_master(kind):
+    """Where the parameter is written to. Elsewhere masters keep the bits that the parameter lacks."""
+
+    def stepped(write):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(32, 64).bfloat16())
+        optimizer = kind([("weight", weight)], lr=1e-4, weight_decay=0.0, master_weights="float32")
+        for number in range(3):
+            weight.grad = torch.full_like(weight, 0.5 + number)
+            optimizer.step()
+            with torch.no_grad():
+                write(weight)
+        return weight.detach(), optimizer.state[weight]["master"]
+
+    weight, master = stepped(lambda weight: weight[:8].fill_(0.5))
+    assert (weight[:8] == 0.5).all()
+    assert (master[:8] - 0.5).abs().max() < 1e-3
+    other, kept = stepped(lambda weight: weight.copy_(weight.clone()))
+    plain, expected = stepped(lambda weight: None)
+    assert torch.equal(other, plain)
+    assert torch.equal(kept, expected)
+    assert torch.equal(master[8:], expected[8:]) or kind is Muon  # Muon's update is of the whole matrix.

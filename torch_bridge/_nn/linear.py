@@ -80,8 +80,8 @@ class WeightLayer(WeightModule):
                 param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
         elif name == "weight" and type(new) is nn.Parameter and isinstance(local_of(old), ShardedWeight):
             warnings.warn(
-                f"{type(self).__name__}: the converted weight is replaced by a plain parameter, which FSDP2 would gather "
-                "as values; write to weight.data instead, or call convert(model, recipe) again",
+                f"{type(self).__name__}: the converted weight is replaced by a plain parameter, which FSDP2 would "
+                "gather as values; write to weight.data instead, or call convert(model, recipe) again",
                 stacklevel=3,
             )
         super().register_parameter(name, param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ class Adam(Optimizer):
       exp_avg_sq_dtype: dtype of the second moment, one of the same.
       master_weights: how to store the float32 value of a 16-bit parameter. "float32" stores it in the state.
         "remainder", for bfloat16, stores the 16 bits that the parameter lacks: both together are the float32 value, and
-        the parameter is the nearest bfloat16, with ties away from zero. None rounds in every step.
+        the parameter is the nearest bfloat16, with ties away from zero. None rounds in every step. A write to the
+        parameter, as by `load_state_dict`, reaches the float32 value, but one through `data` of a plain parameter does
+        not: PyTorch does not count it.
 
     Raises:
       ValueError: a setting is out of range, or a shard splits a block of scaled states.
@@ -97,6 +99,7 @@ class Adam(Optimizer):
         if isinstance(params, nn.Module):
             raise TypeError(f"{self._op}: params ({type(params).__name__}) is a module; pass its .parameters()")
         self._hypers: dict[Any, tuple[Tensor, list[float]]] = {}
+        self._versions: dict[int, tuple[int, int]] = {}  # of parameters with masters, after the last step
         self._steps: dict[Any, tuple[Tensor, list[Tensor]]] = {}
         defaults = {
             "lr": lr,
@@ -132,7 +135,7 @@ class Adam(Optimizer):
                     of_parameter[name] = value.on(self._op, name, parameter)
         own = self.__dict__.get("param_groups", [])  # A copy has none.
         super().__setstate__(state)
-        self._hypers, self._steps = {}, {}
+        self._hypers, self._steps, self._versions = {}, {}, {}
         for group in self.param_groups:  # A state of torch.optim.AdamW lacks some settings.
             group.update({**self.defaults, **group, "capturable": True})
         for group, before in zip(self.param_groups, own, strict=False):
@@ -183,8 +186,23 @@ class Adam(Optimizer):
         return loss
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
+        self._adopt_writes()
         self._update_values(inv_grad_scale)
+        self._versions = {id(parameter): _version_of(parameter) for parameter, _ in self._with_masters()}
         recast(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+
+    def _with_masters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            master = self.state.get(parameter, {}).get("master")
+            if master is not None:
+                yield parameter, memory_of(master)
+
+    def _adopt_writes(self) -> None:
+        """Copy values that were written to 16-bit parameters since the last step into their masters."""
+        for parameter, master in self._with_masters():
+            if self._versions.get(id(parameter)) not in (None, _version_of(parameter)):
+                memory = memory_of(parameter)
+                master.copy_(torch.where(master.to(memory.dtype) == memory, master, memory.float()))
 
     def _update_values(self, inv_grad_scale: Tensor | float | None) -> None:
         for index, group in enumerate(self.param_groups):
@@ -279,6 +297,12 @@ class AdamW(Adam):
         super().__setstate__(state)
         for group in self.param_groups:  # As in torch: a state of Adam would not decouple.
             group["decoupled_weight_decay"] = True
+
+
+def _version_of(parameter: Tensor) -> tuple[int, int]:
+    """Return a number that changes when torch writes to a parameter. Writes through `data` do not count."""
+    memory = memory_of(parameter)
+    return memory.data_ptr(), memory._version
 
 
 def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) -> None:

@@ -125,7 +125,7 @@ class Muon(Adam):
         self._group = group
         self._mesh_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._plan: _Plan | None = None
-        self._hypers, self._steps = {}, {}
+        self._hypers, self._steps, self._versions = {}, {}, {}
         groups = _named_groups(self._op, params)
         names = [name for each in groups for name, _ in each["params"] if name is not None]
         self._rules = core.check_rules(self._op, {} if rules is None else rules, names)
