@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from qshard.formats import FP8_E4M3  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
-from qshard.torch_bridge import Adam, AdamW, Muon, ShardedWeight, convert, quantize  # noqa: E402
+from qshard.torch_bridge import Adam, AdamW, Muon, ShardedWeight, WithMasters, convert, quantize  # noqa: E402
 
 SHAPES = [(8, 300), (17,), (), (4, 128), (3, 5, 7)]
 FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
@@ -242,3 +242,11 @@ def test_a_write_to_a_parameter_reaches_its_master(kind):
     assert torch.equal(other, plain)
     assert torch.equal(kept, expected)
     assert torch.equal(master[8:], expected[8:]) or kind is Muon  # Muon's update is of the whole matrix.
+
+
+def test_masters_of_other_optimizers_refuse_closures_and_copies():
+    layer = convert(nn.Linear(64, 64), "MXFP8")
+    with pytest.raises(TypeError, match=r"WithMasters: optimizer \(LBFGS\) evaluates a closure within its steps"):
+        WithMasters(layer.parameters(), torch.optim.LBFGS)
+    with pytest.raises(TypeError, match=r"WithMasters: .* cannot be pickled or copied"):
+        copy.deepcopy(WithMasters(layer.parameters(), torch.optim.SGD, lr=0.1))

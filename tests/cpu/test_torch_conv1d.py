@@ -14,6 +14,7 @@ from qshard.torch_bridge import (
     numerics_of,
     prepare_modules_for_fsdp1,
     quantize,
+    stream_weights,
     update_scales,
 )
 from support.conv1d import Conv1D, as_linears, gpt2_mlp
@@ -169,3 +170,16 @@ def test_errors_name_the_weight_as_it_is_multiplied():
         linear(x_of(4, 32), w, None, CurrentScaling(), weight_layout="KN")
     with pytest.raises(ValueError, match=r"weight_layout \('TN'\) is not a layout; pass 'NK' for weight \[N, K\]"):
         linear(x_of(4, 32), w, None, CurrentScaling(), weight_layout="TN")
+
+
+def test_streams_say_that_weights_are_sent_as_values():
+    model = convert(nn.Sequential(Conv1D(64, 64)), "MXFP8")
+    refusal = r"no quantized weight; 0.weight is \[K, N\], of Conv1D, which engines do not take as codes"
+    with pytest.raises(ValueError, match=refusal):
+        [*stream_weights(model, "qshard")]
+    both = convert(nn.Sequential(Conv1D(64, 64), nn.Linear(64, 64)), "MXFP8")
+    with pytest.warns(
+        UserWarning, match=r"stream_weights: 0.weight \(\[K, N\], of Conv1D\) are sent as values"
+    ) as warned:
+        stream_weights(both, "qshard")
+    assert warned[0].filename == __file__

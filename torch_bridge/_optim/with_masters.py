@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class WithMasters(Optimizer):
         so schedulers, `state_dict` and `torch.distributed.checkpoint` work as usual.
 
     Raises:
-      TypeError: `optimizer` is not callable.
+      TypeError: `optimizer` is not callable, or its steps need a closure, as those of LBFGS do.
 
     `step` is collective: one max-reduction for all weights. `qshard.torch_bridge.Adam` updates masters without this
     wrapper.
@@ -50,9 +51,22 @@ class WithMasters(Optimizer):
         super().__init__(params, {})
         groups = [{**group, "params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
         self.inner = optimizer(groups, **options)
+        closure = inspect.signature(self.inner.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"WithMasters: optimizer ({type(self.inner).__name__}) evaluates a closure within its steps, when "
+                "codes are not cast yet; pass another optimizer"
+            )
         for group, of_inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in of_inner.items() if key != "params"})
         self.defaults = self.inner.defaults
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Raise TypeError: the masters belong to the weights of one model."""
+        raise TypeError(
+            "WithMasters: it has the masters of its model, so it cannot be pickled or copied; save state_dict(), and "
+            "load it into the optimizer of the other model"
+        )
 
     def _master_of(self, parameter: Tensor) -> Tensor:
         local = local_of(parameter)

@@ -137,6 +137,17 @@ def _is_weight(modules: Mapping[str, nn.Module], name: str, value: Tensor) -> bo
     return is_linear and getattr(module, "weight_layout", "NK") == "NK"
 
 
+def transposed_weights(model: nn.Module, entries: list[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of quantized weights `[K, N]`, of `Conv1D`, which no engine takes as codes."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = []
+    for name, _ in entries:
+        module = modules[name.rpartition(".")[0]]
+        if isinstance(module, WeightLayer) and module.recipe is not None and module.weight_layout == "KN":
+            found += [name] if name.rpartition(".")[2] == "weight" else []
+    return found
+
+
 def _weight_format(module: nn.Module) -> Format | None:
     """Return the weight format of the recipe of a layer."""
     return None if not isinstance(module, WeightModule) or module.recipe is None else module.recipe.weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 from qshard.torch_bridge._weight_sync.bucket import BucketPass, StreamBucket
-from qshard.torch_bridge._weight_sync.items import OP, Facts, Formats, Item, items_of
+from qshard.torch_bridge._weight_sync.items import OP, Facts, Formats, Item, items_of, transposed_weights
 from qshard.torch_bridge._weight_sync.shared_amaxes import items_that_share, shared_amaxes
 from qshard.torch_bridge._zero.schedule import ZeroUnit
 
@@ -126,10 +127,15 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
         )
     format, formats, dtype, bucket_bytes = options
     items = items_of(model, formats)
+    transposed = transposed_weights(model, entries)
     if not any(item.fmt is not None for item in items):
-        raise ValueError(
-            f"{OP}: model ({type(model).__name__}) has no quantized weight; call convert first, or pass weight_format="
-        )
+        advice = "call convert first, or pass weight_format="
+        if transposed:
+            advice = f"{transposed[0]} is [K, N], of Conv1D, which engines do not take as codes"
+        raise ValueError(f"{OP}: model ({type(model).__name__}) has no quantized weight; {advice}")
+    if transposed:
+        more = f" and {len(transposed) - 1} more" if len(transposed) > 1 else ""
+        warnings.warn(f"{OP}: {transposed[0]}{more} ([K, N], of Conv1D) are sent as values", stacklevel=3)
     for item in items:
         item.check(format)
     values, runs = dict(entries), []
