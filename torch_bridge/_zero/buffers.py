@@ -128,7 +128,7 @@ class FlatBuffer:
             new = nn.Parameter(kind(fmt, shape, dtype, rowwise=parts))
         weight.parameter = new
         for module, name in weight.owners:
-            module.register_parameter(name, new)
+            module._parameters[name] = new
 
     def _make_placeholders(self, weight: ZeroParameter, index: int, on_write: Callable[[], None]) -> None:
         flat = weight.master.detach().view(-1)
