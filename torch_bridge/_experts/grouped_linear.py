@@ -148,8 +148,8 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
 def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:
     """Raise unless weights are values, or all are codes in the recipe's weight format."""
     kinds = {type(weight) for weight in each}
-    if kinds == {QuantizedTensor} and all(weight.format is recipe.weight for weight in each):
-        return  # The usual case of many experts.
+    if kinds == {QuantizedTensor} and all(weight.format is each[0].format for weight in each):
+        each = each[:1]  # The usual case of many experts.
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
         check_gathered(weight, "grouped_linear")

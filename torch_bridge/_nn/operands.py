@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from qshard._core.operands import OperandSpec, check_weight_format, takes_frozen
 from qshard._core.quantize_steps import Philox, plane_rows
 from qshard._core.validation import quote
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._ops.uint64 import constant_uint64, xor_uint64
 from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
@@ -124,10 +125,18 @@ def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = Fal
     """
     if isinstance(weight, QuantizedTensor):
         fmt = format_of(weight)
-        if not recipe.has_one_weight or (not is_compiling() and fmt is not recipe.weight):
+        if not recipe.has_one_weight:
             check_weight_format(op, "weight", fmt, recipe, frozen=frozen)
+        elif not is_compiling() and fmt is not recipe.weight:  # Equal formats need not be identical.
+            _check_format(op, fmt, recipe, frozen)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
+
+
+@Memo
+def _check_format(op: str, fmt: Format, recipe: Recipe, frozen: bool) -> None:
+    """Check a format once: naming and comparing two formats takes longer than a small product."""
+    check_weight_format(op, "weight", fmt, recipe, frozen=frozen)
 
 
 def check_gathered(weight: Tensor, op: str = "linear") -> None:
