@@ -146,6 +146,15 @@ def test_vmap_and_scan():
     assert_close([scanned], [np.asarray(layer(layer(X, ROUTER, W13, W2), -ROUTER, 2 * W13, W2 / 2))], 1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [("uint8", 256), ("int8", 200), ("int16", 1 << 15)])
+def test_narrow_indices(dtype, experts):
+    """The number of experts may not fit the dtype of the indices."""
+    indices = np.array([[100], [0], [7], [0]], dtype)
+    made = qj.moe_permutation(indices, experts)
+    np.testing.assert_array_equal(made.tokens, [1, 3, 2, 0])
+    np.testing.assert_array_equal(np.flatnonzero(made.group_sizes), [0, 7, 100])
+
+
 def test_delayed_scaling():
     """Both products have states, whose amaxes are the cotangents."""
     recipe = RECIPES["DelayedScaling"]

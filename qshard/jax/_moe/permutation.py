@@ -51,6 +51,8 @@ def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:
             f"moe_permutation: JAX does not sort over Explicit mesh axes {axes}; call it inside jax.shard_map over them"
         )
     flat = indices.reshape(-1)
+    if flat.dtype.itemsize < 4:
+        flat = flat.astype(jnp.int32)  # `num_experts` may not fit a narrower type.
     keys = jnp.where((flat < 0) | (flat > num_experts), num_experts, flat).astype(jnp.int32)
     choices = jnp.argsort(keys, stable=True).astype(jnp.int32)
     row = jnp.arange(keys.shape[0], dtype=jnp.int32)
