@@ -69,6 +69,25 @@ def test_beside_another_axis():
     np.testing.assert_allclose(y, np.concatenate(parts), rtol=1e-6, atol=1e-6 * np.abs(y).max())
 
 
+@pytest.mark.parametrize("local_axes", [None, "fsdp"])
+def test_gradients_beside_an_explicit_axis(local_axes):
+    """The gradient of w is scattered over the mesh axis that is manual, and is that of each device's rows."""
+    mesh, cut = jax.make_mesh((2, 4), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2), P("fsdp", None)
+
+    def product(x, w):
+        return linear(x, w, CurrentScaling(), gather_axis="fsdp", local_axes=local_axes)
+
+    with jax.set_mesh(mesh):
+        x, w, dy = jax.device_put((X, W, DY), NamedSharding(mesh, cut))
+        if local_axes is None:
+            product = jax.shard_map(product, in_specs=cut, out_specs=cut, axis_names={"fsdp"})
+        dw = jax.jit(jax.grad(lambda w, x, dy: (product(x, w) * dy).sum()))(w, x, dy)
+    own = jax.jit(jax.grad(lambda w, x, dy: (linear(x, w, CurrentScaling()) * dy).sum()))
+    want = sum(np.asarray(own(W, *each)) for each in zip(np.split(X, 2), np.split(DY, 2), strict=True))
+    assert dw.sharding.spec == cut
+    np.testing.assert_allclose(dw, want, rtol=1e-5, atol=1e-6 * np.abs(want).max())
+
+
 def test_no_amax_of_x_is_reduced():
     """The amax of w is reduced, since its shards share a scale; that of x is not."""
     mesh, reduced = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,)), {}

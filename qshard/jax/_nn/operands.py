@@ -112,7 +112,7 @@ class Config:
             spec = ShardSpec.along(w, gather_axes, weight_spec, **names)
             sharding = WeightSharding(spec, gather_axes, layout, grad_format)
             weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
-        if grad_format is not None and not (gathers and sharding.spec.local and not sharding.spec.mesh.explicit_axes):
+        if grad_format is not None and not (gathers and sharding.scatters_locally):
             raise ValueError(
                 f"{op}: grad_dtype ({grad_format}) needs a shard of w in shard_map, whose gradient this call scatters; "
                 "pass gather_axis there, or a float dtype"

@@ -134,6 +134,11 @@ class WeightSharding:
         names = self.gather_axes
         return bool(names) and all(name in names for name, size in self.spec.mesh.shape.items() if size > 1)
 
+    @property
+    def scatters_locally(self) -> bool:
+        """True if `scatter` itself sums the gradient over the mesh axes to gather along, which are manual."""
+        return self.spec.local and set(self.gather_axes).isdisjoint(self.spec.mesh.explicit_axes)
+
     def whole_shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the shape of the gathered weight, given the local shape. A size of None stays None."""
         if not (self.spec.local and self.gather_axes):
@@ -167,7 +172,7 @@ class WeightSharding:
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Sum the gradient over devices and shard it like the weight. On Explicit meshes its type requests that."""
         spec = self.spec
-        if spec.local and not spec.mesh.explicit_axes:
+        if self.scatters_locally:
             shared = (tuple(name for name in names if name in self.gather_axes) for names in spec.entries)
             scattered = [(axis, names) for axis, names in enumerate(shared) if names]
             if self.grad_format is None:
