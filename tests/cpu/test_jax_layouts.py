@@ -293,6 +293,43 @@ def test_rows_that_vmap_adds(recipe):
     assert_alike(got, want)
 
 
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8"])
+def test_gradients_of_single_examples(recipe):
+    """`vmap(grad(f))` has one gradient of the weight for each example, also in several `vmap`s."""
+    x, w = values(2, 4, 64), values(32, 64, seed=1) / 8
+
+    def gradients(product):
+        def loss(w, x):
+            return jnp.sin(product(x, w)).sum()
+
+        of_examples = jax.vmap(jax.vmap(jax.value_and_grad(loss, (0, 1)), (None, 0)), (None, 0))
+        of_pairs = jax.vmap(jax.grad(lambda w, x: jax.vmap(loss, (None, 0))(w, x).sum()), (None, 0))
+        return jax.jit(lambda w, x: (*of_examples(w, x)[1], of_pairs(w, x)))(w, x)
+
+    got = gradients(functools.partial(linear, recipe=recipe, vmap_as_rows=True))
+    for made, want in zip(got, gradients(lambda x, w: w @ x), strict=True):
+        assert made.shape == want.shape
+        assert jnp.linalg.norm(made - want) < 0.2 * jnp.linalg.norm(want)
+
+
+@pytest.mark.parametrize("of_examples", [False, True], ids=["grad of vmap", "vmap of grad"])
+def test_gradients_of_examples_on_an_explicit_mesh(of_examples):
+    """The gradient of `x` is sharded like `x`."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def loss(x, w):
+        return jnp.sin(linear(x, w, "CurrentScaling", vmap_as_rows=True)).sum()
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(values(32, 64), jax.NamedSharding(mesh, P("data")))
+        w = jax.device_put(values(32, 64, seed=1), jax.NamedSharding(mesh, P()))
+        each = jax.vmap(jax.grad(loss), (0, None))
+        total = jax.grad(lambda x, w: jax.vmap(loss, (0, None))(x, w).sum())
+        got = jax.jit(each if of_examples else total)(x, w)
+    assert got.sharding.spec == P("data", None)
+    assert_alike(got, jax.grad(loss)(np.asarray(x), np.asarray(w)))
+
+
 def test_vmap_over_weights_too_is_a_product_each():
     x, w = values(3, 32, 64), values(3, 96, 64, seed=1)
     rows = functools.partial(linear, recipe="MXFP8", vmap_as_rows=True)

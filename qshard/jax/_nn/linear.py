@@ -134,7 +134,8 @@ def linear(
         axis that is sharded. Infinities and NaN arrive.
       vmap_as_rows: treat the examples of a `vmap` over `x` alone as rows of one matrix, bit for bit. Use it for models
         written for one example, as in equinox. False: each example is a tensor with its own scales and blocks, and `dw`
-        is a sum of as many products.
+        is a sum of as many products. Gradients of `w` for single examples, as in `vmap(grad(f))`, cost a product of all
+        rows for each example.
       seed: seed of stochastic rounding: an integer, a uint64 as two uint32 (`[2]`, low first) or a `jax.random` key.
         Pass a new one for each call and step, such as `jax.random.fold_in(key, layer)`: equal seeds draw equal numbers.
       state: the state of delayed scaling, from `init_delayed` and `update_delayed`. The gradient with respect to it is
