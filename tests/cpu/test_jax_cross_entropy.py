@@ -146,6 +146,20 @@ def test_vmap_adds_rows(mode, cut):
         assert_near(compiled(*there), want)
 
 
+def test_eager_calls_compile_once(caplog):
+    logits, labels = drawn()
+    x, w = logits[0, :, :64], logits[1].T[:96, :1] * np.ones((1, 64), np.float32)
+    calls = [
+        lambda: jax.grad(lambda logits: qj.cross_entropy(logits, labels))(logits),
+        lambda: jax.grad(lambda x: qj.linear_cross_entropy(x, w, np.arange(4)))(x),
+    ]
+    for call in calls:
+        call()
+        with jax.log_compiles():
+            call()
+    assert not [each for each in caplog.messages if "Finished XLA compilation" in each]
+
+
 def test_other_transforms():
     logits, labels = drawn()
     want = step(logits, labels)[1]

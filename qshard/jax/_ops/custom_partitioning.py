@@ -130,8 +130,21 @@ def _lower(ctx: Any, *operands: Any, function: Any, exported: Any, name: str) ->
     return mlir.lower_fun(jax.jit(named), multiple_results=True)(ctx, *operands)
 
 
-def _run(*operands: Any, function: Any, **_: Any) -> Any:
-    return ops.run_jitted(jax.jit(jaxpr_as_fun(function)), *operands)
+_jitted: dict[Any, Any] = {}  # Functions that `_run` has jitted: the last of them is the last that was called.
+_MAX_JITTED = 256
+
+
+def _run(*operands: Any, function: Any, name: str, **_: Any) -> Any:
+    """Call `function` in a program that is compiled once for its name and mesh. Constants are not in the name."""
+    key = name, jax.sharding.get_abstract_mesh()
+    jitted = None if function.consts else _jitted.pop(key, None)
+    if jitted is None:
+        jitted = jax.jit(jaxpr_as_fun(function))
+    if not function.consts:
+        _jitted[key] = jitted
+        for oldest in list(_jitted)[:-_MAX_JITTED]:
+            _jitted.pop(oldest, None)
+    return ops.run_jitted(jitted, *operands)
 
 
 # This primitive is lowered to `exported` in an export for several devices, and to `function` otherwise.
