@@ -121,6 +121,7 @@ class GroupedMLP(nnx.Module):
       recipe: the recipe, or its name; None for no quantization.
       num_experts: E.
       rngs: source of seeds, as for `DotGeneral`.
+      layers: sizes of leading axes of states and the stream, as for `DotGeneral`.
       options: options of `grouped_mlp`, such as `ep_axis`. `weight_layout` is "KN".
 
     Attributes:
@@ -143,6 +144,7 @@ class GroupedMLP(nnx.Module):
         num_experts: int,
         *,
         rngs: nnx.Rngs | nnx.RngStream | None = None,
+        layers: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
         layer.check_options("GroupedMLP", options)
@@ -150,12 +152,12 @@ class GroupedMLP(nnx.Module):
         self.options = nnx.static(tuple(options.items()))
         made = self.recipe
         scales = [
-            ScalingState(init_delayed(made, (num_experts,))) if made is not None and made.stateful else None
+            ScalingState(init_delayed(made, (*layers, num_experts))) if made is not None and made.stateful else None
             for _ in range(2)
         ]
         self.w13_state: ScalingState | None = nnx.data(scales[0])
         self.w2_state: ScalingState | None = nnx.data(scales[1])
-        self.rngs: nnx.RngStream | None = nnx.data(_stream_of("GroupedMLP", made, rngs))
+        self.rngs: nnx.RngStream | None = nnx.data(_stream_of("GroupedMLP", made, rngs, layers))
 
     def __call__(
         self, x: jax.Array, indices: jax.Array, weights: jax.Array, w13: jax.Array, w2: jax.Array

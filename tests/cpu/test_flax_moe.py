@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 import qshard.jax.linen as ql
 import qshard.jax.nnx as qn
+from qshard.recipes import NVFP4
 from support.awkward import assert_bits_equal
 from support.formats import RECIPES
 
@@ -166,6 +167,34 @@ def test_convert():
     narrow = qn.MoE(H, 8, recipe=None, rngs=nnx.Rngs(0), **SIZES)
     with pytest.raises(ValueError, match=r"convert: w13 \(4, 32, 16\) has K = 32 and N = 16, which are no whole"):
         qj.convert(narrow, "MXFP8")
+
+
+def test_layers_of_a_scan():
+    """A module that stacks three layers has states and streams for each, also after `switch_recipe`."""
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked(rngs):
+        return qn.MoE(H, WIDE, recipe=None, rngs=rngs, **SIZES)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def run(layer, x):
+        return layer(x)
+
+    moe = qj.convert(stacked(nnx.Rngs(0).split(3)), "DelayedScaling")
+    assert moe.experts.w13_state.get_value().weight.scale.shape == (3, E)
+    wrt = nnx.DiffState(0, qn.ScalingState)
+    seen = nnx.grad(lambda moe: run(moe, X).sum(), argnums=wrt)(moe)["experts"]["w13_state"].get_value()
+    np.testing.assert_array_equal(seen.weight.observed.amax, jnp.abs(moe.w13[...]).max((2, 3)))
+    for recipe in ("NVFP4", NVFP4(weight="NVFP4_16x16[nonfinite=nan]"), "MXFP8"):
+        qj.switch_recipe(moe, recipe, rngs=nnx.Rngs(0))
+        assert moe.experts.rngs is None or moe.experts.rngs.count.shape == (3,)
+        assert moe.experts.w13_state is None
+    y, want = nnx.jit(run)(moe, X), X
+    for layer in range(3):
+        one = jax.tree.map(lambda a, layer=layer: a[layer], nnx.state(moe))
+        want = nnx.merge(nnx.graphdef(moe), one)(want)
+    np.testing.assert_allclose(y, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+    assert qj.switch_recipe(moe, None).experts.recipe is None
 
 
 def test_what_is_refused():

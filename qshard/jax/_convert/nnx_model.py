@@ -104,18 +104,23 @@ class Layer:
 
     def sharding_options(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
         """The sharding of the kernel, as options of `linear`."""
-        array, more = self.kernel, len(self.stacked)
-        sharding = sharding_of(array) or _annotate(self._variable)
+        return self._options_of(self.parameter, meaning, name)
+
+    def _options_of(self, weight: str, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
+        """The sharding of the attribute `weight`, as options of `linear`."""
+        variable, more = getattr(self.module, weight), len(self.stacked)
+        array = variable.get_value()
+        sharding = sharding_of(array) or _annotate(variable)
         if sharding is None:
             return {}
         entries = (*sharding.spec, *[None] * array.ndim)[: array.ndim]
         if any(entry is not None for entry in entries[:more]):
             raise ValueError(
-                f"convert: {name}.{self.parameter} {array.shape} is sharded along its stacked layer axes "
+                f"convert: {name}.{weight} {array.shape} is sharded along its stacked layer axes "
                 f"({sharding.spec}); shard the axes of one layer"
             )
         return meaning.options(
-            f"{name}.{self.parameter}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
+            f"{name}.{weight}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
         )
 
     def check(self, name: str, multiplier: dot_general.DotGeneral, op: str = "convert") -> None:
@@ -266,11 +271,7 @@ class ExpertsLayer(Layer):
         return None if kind.__call__ is modules.MoE.__call__ else f"{kind.__name__} overrides __call__"
 
     def sharding_options(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
-        each = []
-        for weight in self.weights:
-            variable = getattr(self.module, weight)
-            sharding = sharding_of(variable.get_value()) or _annotate(variable)
-            each.append(meaning.options(f"{name}.{weight}", sharding, self.ndim))
+        each = [self._options_of(weight, meaning, name) for weight in self.weights]
         if each[0] != each[1]:
             specs = [options["weight_spec"].spec if options else None for options in each]
             raise ValueError(
@@ -283,14 +284,17 @@ class ExpertsLayer(Layer):
         for weight in self.weights:
             array = getattr(self.module, weight).get_value()
             check_float(op, f"{name}.{weight}", str(array.dtype))
-            if (why := dot_general.broken_blocks(multiplier.recipe, *array.shape[1:])) is not None:
+            if (why := dot_general.broken_blocks(multiplier.recipe, *array.shape[-2:])) is not None:
                 own = f"{name}.{weight}".removeprefix(".")
                 raise ValueError(f"{op}: {own} {array.shape} has {why}; exclude it with {_EXCLUDE[op]}")
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
         own = {name: each for name, each in options.items() if name in moe_layer.OPTIONS}
         kept = dict(self.module.experts.options)
-        return modules.GroupedMLP(recipe, self.module.w13.get_value().shape[0], rngs=rngs, **kept | own)
+        return self._experts(recipe, rngs, kept | own)
+
+    def _experts(self, recipe: Recipe | None, rngs: Any, options: Mapping[str, Any]) -> modules.GroupedMLP:
+        return modules.GroupedMLP(recipe, self.kernel.shape[-3], rngs=rngs, layers=self.stacked, **options)
 
     def install(self, multiplier: Any) -> None:
         self.module.experts = multiplier
@@ -308,8 +312,7 @@ class ExpertsLayer(Layer):
         return self._keep_stream(lambda source: self.multiplier(recipe, source, {}), rngs)
 
     def revert(self) -> None:
-        own = self.module.experts
-        self.module.experts = modules.GroupedMLP(None, self.module.w13.get_value().shape[0], **dict(own.options))
+        self.module.experts = self._experts(None, None, dict(self.module.experts.options))
 
 
 class Candidate(NamedTuple):
