@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -40,6 +41,26 @@ def test_bits_of_one_device_for_all(name, world):
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_over_many_steps(name):
     assert_same_bits(name, 2, steps=500 if name == "NVFP4" else 100)
+
+
+def test_a_weight_that_is_used_twice():
+    """Its gradient is a sum of two scaled products, which optimizing compilers must not fuse on one device alone."""
+    w, x = (jax.random.normal(jax.random.key(i), (128, 128)) / 11 for i in range(2))
+
+    def loss(params, x):
+        return jnp.mean(
+            linear(jax.nn.gelu(linear(x, params["w"], "CurrentScaling")), params["w"], "CurrentScaling") ** 2
+        )
+
+    def gradient(world):
+        mesh = jax.make_mesh((world,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:world])
+        plan = plan_zero({"w": w}, lambda path, p: "FP8_E4M3", world, AXIS)
+        specs = {"in_specs": (P(AXIS), P()), "out_specs": P(AXIS)}
+        of_devices = jax.shard_map(lambda m, x: plan.value_and_grad(loss, m, x)[1], mesh=mesh, **specs)
+        optimized = jax.jit(of_devices, compiler_options={"xla_backend_optimization_level": 3})
+        return plan.unshard(optimized(plan.shard({"w": w}), x))["w"]
+
+    np.testing.assert_array_equal(gradient(2), gradient(1))
 
 
 @pytest.mark.parametrize("shard_weights", [False, True])

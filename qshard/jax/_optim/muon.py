@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from qshard._core.optimizers import muon as core
 from qshard._core.optimizers.adam import check_setting, settings
@@ -21,10 +20,10 @@ from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_
 from qshard.jax._optim.adam import AdamState, Transformation, adamw
 from qshard.jax._optim.newton_schulz import NewtonSchulz
 from qshard.jax._optim.orthogonalize import orthogonalize, orthogonalize_shards
+from qshard.jax._optim.rounding import round_product
 from qshard.jax._sharding.shard_spec import ShardSpec
 
 _OP = "muon"
-_CANONICAL_NAN, _OTHER_NAN = np.uint32(0x7FC00000), np.uint32(0x7FC00001)
 
 
 class MuonState(NamedTuple):
@@ -205,12 +204,7 @@ def _constants(count: jax.Array, rate: Any, beta: Any, decay: Any, nesterov: boo
 
 @jax.custom_vjp
 def _round_product(product: jax.Array) -> jax.Array:
-    """Return a float32 product so that no compiler joins it with a sum into one operation that rounds once.
-
-    Whether it would depends on the program around, and so on the sharding. A NaN changes its payload at most.
-    """
-    bits = lax.bitcast_convert_type(product, jnp.uint32)
-    return lax.bitcast_convert_type(jnp.where(bits == _OTHER_NAN, _CANONICAL_NAN, bits), jnp.float32)
+    return round_product(product)
 
 
 def _no_derivative(*_: Any) -> NoReturn:

@@ -29,6 +29,7 @@ from qshard.formats import Format, Usage
 from qshard.jax._ops.uint64 import multiply_uint64
 from qshard.jax._ops.validation import check_dtype
 from qshard.jax._optim.cast_master import cast_master
+from qshard.jax._optim.rounding import round_product
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.layout import Shape, plane
@@ -86,8 +87,11 @@ class _FlatWeight:
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Average a gradient over devices, and return the elements of this device.
 
-        Terms are added in the order of devices, on any hardware.
+        Terms are added in the order of devices, on any hardware. `round_product` separates these sums from a float32
+        gradient, which may itself be a sum of scaled products. It would let XLA skip the rounding to 16 bits of others.
         """
+        if gradient.dtype == jnp.float32:
+            gradient = round_product(gradient)
         parts = lax.all_to_all(self.shard(gradient), self.axis_name, 0, 0, tiled=True)
         total = parts[0]
         for device in range(1, self.world):
