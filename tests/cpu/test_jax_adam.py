@@ -137,6 +137,17 @@ def test_it_is_an_optax_transformation():
     train(masked, draw(9))
 
 
+def test_injected_decays_of_16_bits_raise():
+    """In bfloat16, the dtype of the parameters, 0.999 is 1, and updates would be NaN."""
+    params = {"w": jnp.ones((4, 128), jnp.bfloat16)}
+    inject = functools.partial(optax.inject_hyperparams, adam)
+    with pytest.raises(TypeError, match=r"adam: b1 \(.*bfloat16.*\n?.*hyperparam_dtype=jnp.float32"):
+        inject()(learning_rate=1e-2).init(params)
+    injected = inject(hyperparam_dtype=jnp.float32)(learning_rate=1e-2)
+    updates, _ = injected.update(params, injected.init(params), params)
+    assert np.isfinite(updates["w"]).all()
+
+
 def test_masters_heal_what_a_parameter_could_not_take():
     """An update is a difference to the parameter, so the next one restores what rounding lost: the master is exact."""
     transformation = adam(1.0, b1=0.0, b2=0.0, eps=0.0, masters=True)

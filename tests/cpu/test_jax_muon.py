@@ -1,5 +1,7 @@
 """`qshard.jax.muon`: the same bits on every mesh and sharding, and optax's own Muon on one device."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -209,6 +211,21 @@ def test_it_is_optax_muon(options):
         np.testing.assert_allclose(made[0]["b"], made[1]["b"], rtol=1e-5, atol=1e-8)
     for name in ("w", "x"):
         assert np.linalg.norm(made[0][name] - made[1][name]) <= 15 * 2**-9 * np.linalg.norm(made[1][name])
+
+
+def test_injected_hyperparameters():
+    """Settings that the program depends on must be static, and the error names all of them."""
+    optax = pytest.importorskip("optax")
+    params = {"w": jnp.ones((16, 32))}
+    with pytest.raises(
+        TypeError, match=r"ns_steps \(.*\) is an array, .* pass static_args=\('ns_steps', 'eps', "
+    ) as raised:
+        optax.inject_hyperparams(muon)(learning_rate=0.1).init(params)
+    names = tuple(re.findall(r"'(\w+)'", str(raised.value)))
+    injected = optax.inject_hyperparams(muon, static_args=names)(learning_rate=0.1, consistent_rms=0.2)
+    made, _ = jax.jit(injected.update)(params, injected.init(params), params)
+    own = muon(0.1, consistent_rms=0.2)
+    np.testing.assert_allclose(made["w"], own.update(params, own.init(params), params)[0]["w"], rtol=1e-5)
 
 
 def test_a_stack_has_the_scale_of_its_matrices():

@@ -83,7 +83,8 @@ def adam(
 
     Args:
       learning_rate: a number, an array `[]`, or a function of the number of earlier steps.
-      b1: decay of the first moment: a number, or an array `[]` as from `optax.inject_hyperparams`.
+      b1: decay of the first moment: a number, or a float32 array `[]`. `optax.inject_hyperparams` passes arrays;
+        for 16-bit parameters set its `hyperparam_dtype=jnp.float32`.
       b2: decay of the second moment, like `b1`.
       eps: the term that is added to the denominator, like `b1`.
       mu_dtype: the dtype of first moments: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
@@ -94,7 +95,7 @@ def adam(
       A pair `(init, update)`, for optax or for direct use. optax need not be installed.
 
     Raises:
-      TypeError: a dtype is not one of these.
+      TypeError: a dtype is not one of these, or `b1` or `b2` is a 16-bit array.
 
     It works in `shard_map`, and under `jit` with arrays that are sharded along any axes, without communication; shards
     of the last axis must be whole blocks of 128 if a state has scales. Each array takes one kernel. Donated states are
@@ -146,7 +147,7 @@ def adamw(
       A pair `(init, update)`. `update` needs the parameters.
 
     Raises:
-      TypeError: a dtype is not one that `adam` names.
+      TypeError: a dtype is not one that `adam` names, or `b1` or `b2` is a 16-bit array.
 
     On sharded arrays it behaves as `adam` does.
 
@@ -159,6 +160,19 @@ def adamw(
     Sources: Loshchilov and Hutter, arXiv:1711.05101; optax, `adamw`.
     """
     return _transformation("adamw", learning_rate, b1, b2, eps, weight_decay, (mu_dtype, nu_dtype), masters)
+
+
+def check_beta(op: str, name: str, value: Any) -> None:
+    """Raise unless a decay of moments is a number from 0 up to 1, or an array of more than 16 bits.
+
+    0.999 is 1 in bfloat16, the dtype that `optax.inject_hyperparams` takes from parameters.
+    """
+    check_setting(op, name, value, is_beta=True)
+    if getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"{op}: {name} ({quote(value)}) has too few bits for a decay close to 1; pass it in float32, or "
+            "hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
+        )
 
 
 def _transformation(
@@ -174,7 +188,7 @@ def _transformation(
     if not callable(learning_rate):
         check_setting(op, "learning_rate", learning_rate)
     for name, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
-        check_setting(op, name, value, is_beta=name in ("b1", "b2"))
+        (check_beta if name in ("b1", "b2") else check_setting)(op, name, value)
     dtypes = [_state_dtype(op, name, d) for name, d in zip(("mu_dtype", "nu_dtype"), state_dtypes, strict=True)]
     decay = "none" if isinstance(weight_decay, int | float) and weight_decay == 0 else "decoupled"
 

@@ -17,7 +17,7 @@ from qshard._core.validation import quote
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName, Spec, spec_of
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
-from qshard.jax._optim.adam import AdamState, Transformation, adamw
+from qshard.jax._optim.adam import AdamState, Transformation, adamw, check_beta
 from qshard.jax._optim.newton_schulz import NewtonSchulz
 from qshard.jax._optim.orthogonalize import orthogonalize, orthogonalize_shards
 from qshard.jax._optim.rounding import round_product
@@ -75,7 +75,7 @@ def muon(
       learning_rate: a number, an array `[]`, or a function of the number of earlier steps.
       ns_coeffs: (a, b, c) of Newton-Schulz.
       ns_steps: steps of Newton-Schulz.
-      beta: decay of the momentum: a number, or an array `[]` as from `optax.inject_hyperparams`.
+      beta: decay of the momentum: a number, or a float32 array `[]`.
       eps: the term that is added to the norm, and to the denominator of AdamW.
       weight_decay: decoupled weight decay of matrices: a number, or an array `[]`.
       nesterov: whether to use Nesterov momentum. AdamW has none.
@@ -100,6 +100,9 @@ def muon(
     Returns:
       A pair `(init, update)`, for optax or for direct use. `update` needs the parameters for weight decay.
 
+    For `optax.inject_hyperparams`, name the settings that must be numbers: `static_args=("ns_steps", "eps",
+    "ns_fp8_steps", "ns_fp8_min_side", "consistent_rms", "output_axis")`.
+
     Raises:
       TypeError: a setting, a parameter or the state has a wrong type.
       ValueError: a setting is out of range, or a rule fits no parameter.
@@ -119,6 +122,14 @@ def muon(
     Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982; optax,
     `contrib.muon`.
     """
+    _check_static(
+        ns_steps=ns_steps,
+        eps=eps,
+        ns_fp8_steps=ns_fp8_steps,
+        ns_fp8_min_side=ns_fp8_min_side,
+        consistent_rms=consistent_rms,
+        output_axis=output_axis,
+    )
     if not callable(learning_rate):
         check_setting(_OP, "learning_rate", learning_rate)
     core.check_settings(_OP, 0.0, nesterov, ns_coeffs, ns_steps, eps, ns_fp8_steps, ns_fp8_min_side)
@@ -295,8 +306,18 @@ def _check_gradient(name: str, grad: Any, mu: Any) -> None:
         )
 
 
+def _check_static(**settings: Any) -> None:
+    """Raise TypeError if a setting that the program depends on is an array, as from `optax.inject_hyperparams`."""
+    for name, value in settings.items():
+        if isinstance(value, jax.core.Tracer if name == "eps" else jax.Array):
+            raise TypeError(
+                f"{_OP}: {name} ({quote(value)}) is an array, and must be a number; pass static_args={(*settings,)} to "
+                "optax.inject_hyperparams"
+            )
+
+
 def _check_settings(beta: Any, decay: Any, rms: Any, output_axis: Any) -> None:
-    check_setting(_OP, "beta", beta, is_beta=True)
+    check_beta(_OP, "beta", beta)
     check_setting(_OP, "weight_decay", decay)
     if rms is not None:
         check_setting(_OP, "consistent_rms", rms)
