@@ -34,6 +34,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import closest, join_names, quote
@@ -158,7 +160,7 @@ class EngineTensor:
         The result may share memory with `array`.
         """
         if self.reciprocal:
-            array = (1 / array).clip(max=FLOAT_MAX)
+            array = _invert(array).clip(max=FLOAT_MAX)
         if self.repeats != (1, 1):
             (rows, cols), (down, across) = matrix_shape(self.part_shape), self.repeats
             array = xp.broadcast_to(array.reshape(rows, 1, cols, 1), (rows, down, cols, across))
@@ -174,7 +176,13 @@ class EngineTensor:
             (rows, cols), (down, across) = matrix_shape(self.part_shape), self.repeats
             array = array.reshape(rows, down, cols, across)[:, 0, :, 0]
         array = array.reshape(self.part_shape)
-        return 1 / array if self.reciprocal else array
+        return _invert(array) if self.reciprocal else array
+
+
+def _invert(array: Array) -> Array:
+    """Return 1 / array. The inverse of 0, or of a subnormal number, may be infinite, which NumPy would warn of."""
+    with np.errstate(over="ignore", divide="ignore"):
+        return 1 / array
 
 
 def scheme_of(what: Description) -> Scheme | None:

@@ -53,6 +53,16 @@ def got(stream):
     return {name: (x.shape, np.asarray(x).tobytes()) for name, x in stream}
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-40])
+def test_the_inverse_of_a_tiny_scale_is_finite(value):
+    """NumPy warns of none, and warnings are errors here."""
+    what = Description(format=as_format("NVFP4", "test"), shape=SHAPE, dtype="float32", planes=(Usage.ROWWISE,))
+    (inverse,) = (each for each in engine_tensors("compressed-tensors", "w", what) if each.reciprocal)
+    array = np.full(inverse.part_shape, value, np.float32)
+    assert inverse.encode(array, np) == np.finfo(np.float32).max
+    inverse.decode(np.full(inverse.shape, value, np.float32))
+
+
 @turns(2, case={" ".join(case): case for case in CASES}, spec={str(spec): spec for spec in SPECS})
 def test_sharded_weights(case, spec):
     """Shards split blocks; arrays are sharded by rows, columns or both; buckets change nothing."""
