@@ -312,6 +312,14 @@ def test_gradients_of_single_examples(recipe):
         assert jnp.linalg.norm(made - want) < 0.2 * jnp.linalg.norm(want)
 
 
+def test_gradients_of_sums_of_single_examples():
+    """The gradient of y is the same for all examples, and JAX does not map over it."""
+    x, w = values(4, 64), values(32, 64, seed=1)
+    each = jax.grad(lambda w, x: linear(x, w, "CurrentScaling", vmap_as_rows=True).sum())
+    made = jax.jit(jax.vmap(each, (None, 0)))(w, x)
+    np.testing.assert_allclose(made, np.broadcast_to(x[:, None], made.shape), rtol=0.1, atol=0.05)
+
+
 @pytest.mark.parametrize("of_examples", [False, True], ids=["grad of vmap", "vmap of grad"])
 def test_gradients_of_examples_on_an_explicit_mesh(of_examples):
     """The gradient of `x` is sharded like `x`."""

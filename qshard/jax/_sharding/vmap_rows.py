@@ -36,9 +36,13 @@ def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Call
         return product(config, x, *rest)
 
     def folded_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough_rows, x, *rest)
+        y, kept = _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough_rows, x, *rest)
+        return y, (*kept, x[:0, :0])
 
-    def folded_bwd(config: Any, kept_rows: Any, dy: jax.Array) -> Any:
+    def folded_bwd(config: Any, saved: Any, dy: jax.Array) -> Any:
+        *kept_rows, of_x = saved
+        dy = _mapped_like(dy, of_x)
+
         def gradients(dy: jax.Array, kept: Any, rows: jax.Array) -> Any:
             if len(dy) != len(rows):
                 raise ValueError(
@@ -96,6 +100,17 @@ _rows_p.def_abstract_eval(lambda *_, program, **__: program.out_avals)
 batching.primitive_batchers[_rows_p] = _batch
 ad.primitive_jvps[_rows_p] = _differentiate
 mlir.register_lowering(_rows_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+@custom_vmap
+def _mapped_like(dy: jax.Array, x: jax.Array) -> jax.Array:
+    """Return `dy`, mapped over wherever `x` is: the gradient of a sum is the same for all examples."""
+    return dy
+
+
+@_mapped_like.def_vmap
+def _map(size: int, batched: list[bool], dy: jax.Array, x: jax.Array) -> tuple[jax.Array, bool]:
+    return _mapped_like(dy if batched[0] else jnp.broadcast_to(dy, (size, *dy.shape)), x), True
 
 
 def _with_rows(made: tuple[jax.Array, Any]) -> Any:
