@@ -54,8 +54,8 @@ class Muon(Adam):
       rules: algorithms by pattern of the names of parameters, such as `{"*.router.*": "adamw"}`; patterns as in
         `convert`. Without a rule, Muon updates matrices and stacks of matrices, except for embeddings and heads.
       adamw: settings of `AdamW` that differ: `lr`, `weight_decay`, `betas`, `eps` (1e-8), `exp_avg_dtype`,
-        `exp_avg_sq_dtype`. Settings of a parameter group come first, but for `lr` and `eps` of a group that has
-        matrices for Muon, too.
+        `exp_avg_sq_dtype`. A parameter group's settings come first. Exceptions are `lr` and `eps` of a group
+        that also has matrices for Muon.
       ns_fp8_steps: the first steps of Newton-Schulz that multiply in FP8, at most `ns_steps`. 3 of 5 add little to the
         error of bfloat16, and 4 or 5 are coarse: docs/muon.md has errors and times.
       ns_fp8_min_side: the smallest side of a matrix that multiplies in FP8. Smaller matrices stay in bfloat16, which is

@@ -30,7 +30,7 @@ class WithMasters(Optimizer):
         so schedulers, `state_dict` and `torch.distributed.checkpoint` work as usual.
 
     Raises:
-      TypeError: `optimizer` is not callable, or its steps need a closure, as those of LBFGS do.
+      TypeError: `optimizer` is not callable, or its steps need a closure, like LBFGS.
 
     `step` is collective: one max-reduction for all weights. `qshard.torch_bridge.Adam` updates masters without this
     wrapper.
