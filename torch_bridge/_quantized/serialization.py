@@ -46,7 +46,7 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     With safetensors: `save_file(tensors, "w.safetensors", metadata)`.
     """
     tensors, metadata = serialization.plain(values, _parts_of)
-    return _unshared(tensors), metadata
+    return _copy_shared_memory(tensors), metadata
 
 
 def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
     return description, contiguous
 
 
-def _unshared(values: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_shared_memory(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with copies of the tensors that are in the memory of an earlier one."""
     seen: set[int] = set()
     found = dict(values)
