@@ -37,7 +37,7 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 	$(PY) examples/train_jax.py $(TRAIN_FLAGS)
 	$(PY) examples/train_torch.py $(TRAIN_FLAGS)
 
-# Two cores: 10 minutes with two workers. A third made it slower, and each takes up to 5 GB.
+# Two cores: 9 to 12 minutes with two workers. A third made it slower, and each takes up to 5 GB.
 WORKERS := 2
 test: $(STAMP)test $(STAMP)package  ## run the tests, or some: ARGS="tests/cpu -k cast"; WORKERS=8 on more cores
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow$(if $(ARGS),, and not docs)" $(or $(ARGS),tests)

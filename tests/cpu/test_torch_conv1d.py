@@ -10,6 +10,7 @@ from qshard.recipes import CurrentScaling, Recipe
 from qshard.torch_bridge import (
     ZeroOptimizer,
     convert,
+    freeze,
     linear,
     numerics_of,
     prepare_modules_for_fsdp1,
@@ -183,3 +184,5 @@ def test_streams_say_that_weights_are_sent_as_values():
     ) as warned:
         stream_weights(both, "qshard")
     assert warned[0].filename == __file__
+    codes = dict(stream_weights(freeze(both), "qshard"))  # Without a warning: codes are sent.
+    assert codes["0.weight.rowwise.data"].shape == codes["1.weight.rowwise.data"].shape

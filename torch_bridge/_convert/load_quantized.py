@@ -137,7 +137,9 @@ def freeze(model: nn.Module) -> nn.Module:
     others = ((name, each) for name, each in model.named_modules() if name not in layers)
     stacks = [name for name, each in others if isinstance(each, WeightModule) and each.recipe is not None]
     if not layers:
-        reason = f"{stacks[0] or 'the model'} has experts in a 3-D parameter" if stacks else "call convert first"
+        reason = "call convert first"
+        if stacks:
+            reason = f"{stacks[0] or 'the model'} has experts in a 3-D parameter, which keep their values"
         raise ValueError(f"freeze: the model has no converted layer with a weight of its own; {reason}")
     if stacks:
         more = f" and {len(stacks) - NAMED} more" if len(stacks) > NAMED else ""

@@ -138,13 +138,14 @@ def _is_weight(modules: Mapping[str, nn.Module], name: str, value: Tensor) -> bo
 
 
 def transposed_weights(model: nn.Module, entries: list[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of quantized weights `[K, N]`, of `Conv1D`, which no engine takes as codes."""
+    """Return the names of weights `[K, N]`, of converted `Conv1D` layers, that are sent as values. Codes stay codes."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = []
-    for name, _ in entries:
-        module = modules[name.rpartition(".")[0]]
+    for name, value in entries:
+        prefix, _, attribute = name.rpartition(".")
+        module, is_codes = modules[prefix], isinstance(local_of(value), QuantizedTensor)
         if isinstance(module, WeightLayer) and module.recipe is not None and module.weight_layout == "KN":
-            found += [name] if name.rpartition(".")[2] == "weight" else []
+            found += [name] if attribute == "weight" and not is_codes else []
     return found
 
 

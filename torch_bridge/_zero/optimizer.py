@@ -195,7 +195,7 @@ class ZeroOptimizer(Adam):
         }
         self._flats = [FlatBuffer(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
-        self._hypers, self._steps, self._versions = {}, {}, {}
+        self._hypers, self._steps = {}, {}
         self._of_groups = [of_group for _, of_group in resolved.groups]
         groups = [{"params": [w.master for w in of_group], **given} for given, of_group in resolved.groups]
         Optimizer.__init__(self, groups, resolved.defaults)  # All settings are in the groups.

@@ -130,7 +130,7 @@ def _lower(ctx: Any, *operands: Any, function: Any, exported: Any, name: str) ->
     return mlir.lower_fun(jax.jit(named), multiple_results=True)(ctx, *operands)
 
 
-_jitted: dict[Any, Any] = {}  # Functions that `_run` has jitted: the last of them is the last that was called.
+_jitted: dict[Any, Any] = {}  # Jitted functions of `_run`, in the order of their last calls.
 _MAX_JITTED = 256
 
 
